@@ -1,0 +1,128 @@
+# Copyright 2026 The hf-looped authors. Licensed under the Apache License, Version 2.0.
+"""Parameters, FLOPs and bytes of a looped model, from its config alone, as plain integers.
+
+Symbols: d hidden size, T sequence length (tokens), r recurrences, V vocabulary, K lanes. A multiply-add is 2 FLOPs;
+a backward pass costs twice its forward. FLOPs follow the reference implementation of Schwethelm et al. 2026
+(arXiv:2604.21106, eq. 1 and section 5.1): every weight of an executed layer, its norms' gains included, counts
+2 per token forward; attention 4·T per head channel without using causality; the LM head 2·d·V. The embedding's look-up,
+the softmax and the three model-level norms count nothing. With it, steps = round(C / (FLOPs per token · batch))
+gives all 116 token counts of the paper's grid.
+"""
+
+from dataclasses import dataclass
+
+from .configuration_looped import LoopedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCount:
+    """Weights of a model by how often a token meets them (counts); their sum is the module's.
+
+    once: matrices outside the loop (prelude, coda) and tables with an entry per recurrence; rec: matrices shared by the
+    recurrences; injection: the part of `rec` that injects; norm: RMSNorm gains; embedding: embedding and LM head (one
+    matrix when tied).
+    """
+
+    once: int
+    rec: int
+    injection: int
+    norm: int
+    embedding: int
+
+    @property
+    def total(self) -> int:
+        """All parameters of the module."""
+        return self.once + self.rec + self.norm + self.embedding
+
+
+def parameters(config: LoopedConfig) -> ParameterCount:
+    """Count parameters (paper, section 3.2: N_once, N_rec).
+
+    Hyperconnection scalars are tables with one entry per recurrence and count as `once`.
+
+    >>> count = parameters(LoopedConfig.iso_depth(640, 4, vocab_size=32064))
+    >>> count.once + count.rec
+    40140800
+    """
+    d = config.hidden_size
+    outer = config.num_prelude_layers + config.num_coda_layers
+    embeddings = 1 if config.tie_word_embeddings else 2
+    return ParameterCount(
+        once=outer * _block_matrices(config) + _injection_scalars(config),
+        rec=config.num_recurrent_layers * _block_matrices(config) + _injection_matrix(config),
+        injection=_injection_matrix(config),
+        norm=2 * d * config.num_unique_layers + 3 * d,
+        embedding=embeddings * config.vocab_size * d,
+    )
+
+
+def forward_flops_per_token(config: LoopedConfig, sequence_length: int) -> int:
+    """Forward FLOPs per token at a sequence length in tokens, all r recurrences (eq. 1 with attention and LM head)."""
+    d = config.hidden_size
+    layers = config.num_hidden_layers * _layer_flops(config, sequence_length)
+    injection = config.num_recurrences * _injection_flops(config)
+    return layers + injection + 2 * d * config.vocab_size
+
+
+def train_flops_per_token(config: LoopedConfig, sequence_length: int) -> int:
+    """Training FLOPs per token: forward, and twice that backward for what is differentiated (section 5.1).
+
+    With truncated BPTT the first r − num_backprop_recurrences recurrences cost their forward pass only.
+
+    >>> train_flops_per_token(LoopedConfig.iso_depth(640, 1, vocab_size=32064), 2048)
+    1027676160
+    """
+    detached = config.num_recurrences - config.backprop_recurrences
+    recurrence = config.num_recurrent_layers * _layer_flops(config, sequence_length) + _injection_flops(config)
+    return 3 * forward_flops_per_token(config, sequence_length) - 2 * detached * recurrence
+
+
+def executed_parameters(config: LoopedConfig) -> int:
+    """Non-embedding parameters a token meets, repetitions counted: half the forward FLOPs without attention and head.
+
+    HyperP's reference horizon is ten tokens for each of them.
+    """
+    block = _block_matrices(config) + 2 * config.hidden_size
+    return config.num_hidden_layers * block + config.num_recurrences * _injection_flops(config) // 2
+
+
+def weight_bytes(config: LoopedConfig, bytes_per_weight: int = 2) -> int:
+    """Bytes of all weights (bfloat16 by default)."""
+    return parameters(config).total * bytes_per_weight
+
+
+def kv_bytes_per_token(config: LoopedConfig, bytes_per_value: int = 2) -> int:
+    """Bytes of keys and values that a cached token takes: one slot for each executed layer (bfloat16 by default)."""
+    return config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * bytes_per_value
+
+
+def _block_matrices(config: LoopedConfig) -> int:
+    """Matrix parameters of one block, n_b; 12·d² in the paper's shape."""
+    d = config.hidden_size
+    attention = 2 * d * config.head_dim * (config.num_attention_heads + config.num_key_value_heads)
+    return attention + 2 * d * config.intermediate_size
+
+
+def _layer_flops(config: LoopedConfig, sequence_length: int) -> int:
+    """Forward FLOPs per token of one executed block, gains and attention included."""
+    attention = 4 * config.num_attention_heads * config.head_dim * sequence_length
+    return 2 * (_block_matrices(config) + 2 * config.hidden_size) + attention
+
+
+def _injection_matrix(config: LoopedConfig) -> int:
+    """Parameters of the linear injection, n_i = 2·d²."""
+    return 2 * config.hidden_size**2 if config.injection == "linear" else 0
+
+
+def _injection_scalars(config: LoopedConfig) -> int:
+    """Hyperconnection scalars α, M, β of all recurrences, r·(K² + 2K)."""
+    if config.injection != "hyperconnections":
+        return 0
+    return config.num_trained_recurrences * (config.num_lanes**2 + 2 * config.num_lanes)
+
+
+def _injection_flops(config: LoopedConfig) -> int:
+    """Forward FLOPs per token of one recurrence's injection."""
+    if config.injection == "hyperconnections":
+        return 2 * (config.num_lanes**2 + 2 * config.num_lanes) * config.hidden_size
+    return 2 * _injection_matrix(config)
