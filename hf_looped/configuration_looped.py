@@ -70,8 +70,9 @@ class LoopedConfig(PreTrainedConfig):
 
     Raises
     ------
-    ValueError
-        For a combination that has no meaning or silently trains nothing; the message names the field.
+    huggingface_hub.errors.StrictDataclassError
+        For a value of the wrong type, or a combination that has no meaning or silently trains nothing; the message
+        names the field.
 
     Examples
     --------

@@ -19,20 +19,29 @@ import platform
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
 import datasets
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from .config import DataConfig
 
 LOCAL_BUILDERS = ("parquet", "json", "text")
-MIN_DOCSTRING_CHARACTERS = 128  # one-liners are four in ten docstrings and one twentieth of the text
+MIN_DOCSTRING_CHARACTERS = (
+    128  # one-liners are four in ten docstrings and one twentieth of the text
+)
 POOL_MIN_FILES = 1000  # below, starting processes costs more than it saves
 
 # Folders that are no part of a package's own text, wherever they stand.
@@ -41,6 +50,8 @@ SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "t
 SKIPPED_STANDARD_MODULES = frozenset(
     {"ensurepip", "idlelib", "lib2to3", "test", "tkinter", "turtle", "turtledemo"}
 )
+
+STATEMENT_FIELDS = ("body", "handlers", "orelse", "finalbody", "cases")  # of the nodes of `ast`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,21 +143,22 @@ def docstrings(source: bytes) -> list[str]:
             text = ast.get_docstring(node, clean=False)
             if text is not None:
                 found.append(inspect.cleandoc(text))
-        blocks = (getattr(node, field, ()) for field in _BLOCKS)
+        blocks = (getattr(node, field, ()) for field in STATEMENT_FIELDS)
         stack.extend(reversed([child for block in blocks for child in block]))
     return found
 
 
-_BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")  # fields that hold statements
-
-
 @contextmanager
-def progress_bar(description: str, total: int, *, enabled: bool) -> Iterator["_Advance"]:
-    """Show a bar with counts and time left; the value is called with the number of steps done."""
+def progress_bar(
+    description: str, total: int | None, *, enabled: bool
+) -> Iterator[Callable[[int], None]]:
+    """Show a bar with counts and time left; the value is called with the number of steps just done."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description:<22}"),
         BarColumn(),
         MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
         TimeRemainingColumn(),
     )
     with Progress(*columns, disable=not enabled) as bar:
@@ -154,7 +166,218 @@ def progress_bar(description: str, total: int, *, enabled: bool) -> Iterator["_A
         yield lambda steps: bar.advance(task, steps)
 
 
-if sys.version_info:  # a name for the annotation above
-    from collections.abc import Callable
+@contextmanager
+def quiet_datasets() -> Iterator[None]:
+    """Hide the progress bars of `datasets`, and show them again after where they were shown before."""
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
 
-    _Advance = Callable[[int], None]
+
+def _docstring_corpus(data: DataConfig, *, progress: bool) -> list[str]:
+    """Docstrings of the standard library, then of the packages in order, each text once."""
+    files = _standard_library_files()
+    for name in data.packages:
+        files += _package_files(name)
+    limit = data.max_documents
+    kept: dict[str, None] = {}  # a set that keeps its order
+    in_processes = limit is None and len(files) >= POOL_MIN_FILES
+    with (
+        _quiet_collector(),
+        _read_in_order(files, in_processes=in_processes) as found,
+        progress_bar("reading docstrings", len(files), enabled=progress) as advance,
+    ):
+        for texts in found:
+            advance(1)
+            kept.update(dict.fromkeys(text for text in texts if _is_document(text)))
+            if limit is not None and len(kept) >= limit:
+                break
+    return list(kept)[:limit]
+
+
+@contextmanager
+def _quiet_collector() -> Iterator[None]:
+    """Pause the garbage collector: it takes a third of the time of parsing, whose trees hold no cycles."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _read_in_order(files: list[Path], *, in_processes: bool) -> Iterator[Iterable[list[str]]]:
+    """Docstrings file by file, in the order of `files`, read by one process per core (four at most) or by this one."""
+    if not in_processes:
+        yield map(_read_docstrings, files)
+        return
+    workers = min(4, os.cpu_count() or 1)
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=gc.disable)
+    try:
+        yield pool.map(_read_docstrings, files, chunksize=32)
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an interruption: don't read the rest first
+
+
+def _read_docstrings(path: Path) -> list[str]:
+    return docstrings(path.read_bytes())
+
+
+def _is_document(text: str) -> bool:
+    """Whether a docstring is long enough and can be written as UTF-8 (escapes can hold lone surrogates)."""
+    if len(text) < MIN_DOCSTRING_CHARACTERS:
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _standard_library_files() -> list[Path]:
+    folder = Path(sysconfig.get_path("stdlib"))
+    names = sorted(sys.stdlib_module_names - SKIPPED_STANDARD_MODULES)
+    return [file for name in names for file in _python_files(folder, name)]
+
+
+def _package_files(distribution: str) -> list[Path]:
+    """Python files of a distribution's import packages, found without importing them."""
+    files: list[Path] = []
+    for name in _import_names(_distribution(distribution)):
+        spec = importlib.util.find_spec(name)  # of a top-level name: looks, doesn't import
+        if spec is None:
+            continue
+        for folder in sorted(spec.submodule_search_locations or []):
+            files += _python_files(Path(folder).parent, Path(folder).name)
+        if spec.submodule_search_locations is None and (spec.origin or "").endswith(".py"):
+            files.append(Path(str(spec.origin)))
+    if not files:
+        raise ValueError(
+            f"data.packages: {distribution!r} is installed but has no Python sources to read; leave it out."
+        )
+    return files
+
+
+def _python_files(folder: Path, name: str) -> list[Path]:
+    """The module `name`.py or the sources of the package `name`, sorted by relative path, without tests."""
+    module, package = folder / f"{name}.py", folder / name
+    if module.is_file():
+        return [module]
+    relative = [path.relative_to(folder) for path in package.rglob("*.py")]
+    wanted = [path for path in relative if not SKIPPED_FOLDERS.intersection(path.parts[:-1])]
+    return [folder / path for path in sorted(wanted, key=lambda path: path.as_posix())]
+
+
+def _distribution(name: str) -> importlib.metadata.Distribution:
+    try:
+        return importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        providers = sorted(set(importlib.metadata.packages_distributions().get(name, [])))
+        remedy = (
+            f"it is imported under that name but installed as {', '.join(providers)}: name that"
+            if providers
+            else f"pip install {name}, or leave it out of data.packages"
+        )
+        raise ValueError(f"data.packages: {name!r} is not installed; {remedy}.") from None
+
+
+def _import_names(distribution: importlib.metadata.Distribution) -> list[str]:
+    """Top-level names a distribution is imported under: from its list of files, else from what it declares."""
+    paths = [Path(str(file)) for file in distribution.files or []]
+    names = {path.parts[0].removesuffix(".py") for path in paths if path.suffix == ".py"}
+    names = {name for name in names if name.isidentifier() and not name.startswith("__editable__")}
+    if not names:
+        names = set((distribution.read_text("top_level.txt") or "").split())
+    if not names:
+        names = {distribution.metadata["Name"].replace("-", "_")}
+    return sorted(names - SKIPPED_FOLDERS)
+
+
+def _read_texts(data: DataConfig, cache_dir: Path | None) -> tuple[datasets.Dataset, str, int]:
+    """Documents with text, their fingerprint and the number of rows without, from files or the Hub."""
+    rows = _load_rows(data, cache_dir)
+    if data.text_column not in rows.column_names:
+        raise ValueError(
+            f"data.text_column: {data.corpus!r} has no column {data.text_column!r}; "
+            f"it has {', '.join(rows.column_names)}."
+        )
+    kind = getattr(rows.features[data.text_column], "dtype", None)
+    if kind not in ("string", "large_string", "null"):
+        raise ValueError(
+            f"data.text_column: column {data.text_column!r} of {data.corpus!r} holds "
+            f"{kind or 'nested values'}, not text; name another one of {', '.join(rows.column_names)}."
+        )
+    documents = rows.select_columns([data.text_column])
+    if data.text_column != "text":
+        documents = documents.rename_column(data.text_column, "text")
+    kept: list[int] = []
+    digest = hashlib.sha256()
+    row = 0
+    for batch in documents.iter(batch_size=1000):
+        for text in batch["text"]:
+            if data.max_documents is not None and len(kept) >= data.max_documents:
+                break
+            if text is not None and text.strip():
+                kept.append(row)
+                _add_text(digest, text)
+            row += 1
+    return documents.select(kept), digest.hexdigest(), row - len(kept)
+
+
+def _load_rows(data: DataConfig, cache_dir: Path | None) -> datasets.Dataset:
+    try:
+        with quiet_datasets():
+            if data.corpus in LOCAL_BUILDERS:
+                return datasets.load_dataset(
+                    data.corpus,
+                    data_files=_local_files(data),
+                    split=data.dataset_split,
+                    cache_dir=None if cache_dir is None else str(cache_dir),
+                    **({"sample_by": "paragraph"} if data.corpus == "text" else {}),
+                )
+            return datasets.load_dataset(
+                data.corpus,
+                data.dataset_config,
+                data_files=data.files or None,
+                split=data.dataset_split,
+            )
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise ValueError(
+            f"data.corpus: {data.corpus!r} (dataset_config = {data.dataset_config!r}, dataset_split = "
+            f"{data.dataset_split!r}) cannot be loaded: {reason}. Give 'docstrings', a Hub dataset, or "
+            f"{', '.join(LOCAL_BUILDERS)} with data.files."
+        ) from error
+
+
+def _local_files(data: DataConfig) -> list[str]:
+    """Files that `data.files` names, pattern by pattern, each pattern's matches sorted."""
+    if not data.files:
+        raise ValueError(
+            f"data.files: data.corpus = {data.corpus!r} reads local files and none is given; name files or globs."
+        )
+    found: dict[str, None] = {}
+    for pattern in data.files:
+        matches = [
+            path for path in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(path)
+        ]
+        if not matches and os.path.isfile(pattern):  # a name with brackets in it
+            matches = [pattern]
+        if not matches:
+            raise ValueError(
+                f"data.files: {pattern!r} matches no file (seen from {os.getcwd()}); correct it or remove it."
+            )
+        found.update(dict.fromkeys(matches))
+    return list(found)
+
+
+def _add_text(digest: "hashlib._Hash", text: str) -> None:
+    raw = text.encode("utf-8", "surrogatepass")
+    digest.update(len(raw).to_bytes(8, "little"))
+    digest.update(raw)

@@ -1,0 +1,172 @@
+"""The Huber objective of the joint law with its exact gradient and Hessian, for many parameter rows at once.
+
+Symbols: θ = (a, b, e, α, β, φ) in logs centred on the table; z₁ = a − α·log N_eff, z₂ = b − β·log D, z₃ = e;
+ρ = LSE(z) − log L the log residual; p = softmax(z); q = r^φ·N_rec/N_eff the share of the shared block.
+Shapes: R parameter rows, n runs. Source: Schwethelm et al. 2026 (arXiv:2604.21106), eq. 3 and 4.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .laws import FloatArray
+
+NAMES = ("A", "B", "E", "alpha", "beta", "phi")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Design:
+    """Runs as the solver sees them, all arrays [n]; build it with `Design.of`.
+
+    once, rec: N_once and N_rec divided by exp(mean_log_n); log_r, log_d, log_loss natural logs, log_d centred.
+    """
+
+    once: FloatArray
+    rec: FloatArray
+    log_r: FloatArray
+    log_d: FloatArray
+    log_loss: FloatArray
+    mean_log_n: float
+    mean_log_d: float
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        n_once: FloatArray,
+        n_rec: FloatArray,
+        r: FloatArray,
+        tokens: FloatArray,
+        loss: FloatArray,
+    ) -> "Design":
+        """Build from counts and nats per token, all [n] and positive (one of n_once, n_rec may be 0)."""
+        n_once, n_rec = np.asarray(n_once, dtype=float), np.asarray(n_rec, dtype=float)
+        log_n = np.log(n_once + n_rec)
+        log_d = np.log(np.asarray(tokens, dtype=float))
+        mean_n, mean_d = float(log_n.mean()), float(log_d.mean())
+        return cls(
+            once=n_once / np.exp(mean_n),
+            rec=n_rec / np.exp(mean_n),
+            log_r=np.log(np.asarray(r, dtype=float)),
+            log_d=log_d - mean_d,
+            log_loss=np.log(np.asarray(loss, dtype=float)),
+            mean_log_n=mean_n,
+            mean_log_d=mean_d,
+        )
+
+    @property
+    def n(self) -> int:
+        """Number of runs."""
+        return len(self.log_loss)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Derivatives:
+    """Objective f [R], gradient [R, 6], Hessian [R, 6, 6] and the majoriser's diagonal [R, 6]."""
+
+    f: FloatArray
+    gradient: FloatArray
+    hessian: FloatArray
+    majoriser: FloatArray
+
+    def rows(self, keep: NDArray[np.bool_]) -> "Derivatives":
+        """Only the rows where `keep` [R] is true."""
+        return Derivatives(
+            f=self.f[keep],
+            gradient=self.gradient[keep],
+            hessian=self.hessian[keep],
+            majoriser=self.majoriser[keep],
+        )
+
+    def where(self, choose: NDArray[np.bool_], other: "Derivatives") -> "Derivatives":
+        """These rows where `choose` [R] is true, the other's elsewhere."""
+        return Derivatives(
+            f=np.where(choose, self.f, other.f),
+            gradient=np.where(choose[:, None], self.gradient, other.gradient),
+            hessian=np.where(choose[:, None, None], self.hessian, other.hessian),
+            majoriser=np.where(choose[:, None], self.majoriser, other.majoriser),
+        )
+
+    def replaced(self, at: NDArray[np.bool_], rows: "Derivatives") -> "Derivatives":
+        """A copy whose rows at `at` [R] are `rows`."""
+        copy = [value.copy() for value in (self.f, self.gradient, self.hessian, self.majoriser)]
+        for value, new in zip(
+            copy, (rows.f, rows.gradient, rows.hessian, rows.majoriser), strict=True
+        ):
+            value[at] = new
+        return Derivatives(f=copy[0], gradient=copy[1], hessian=copy[2], majoriser=copy[3])
+
+
+def evaluate(
+    design: Design, theta: FloatArray, weights: FloatArray, delta: float, exact: NDArray[np.bool_]
+) -> Derivatives:
+    """f, ∇f and a Hessian at every row of `theta` [R, 6] under its row of `weights` [R, n].
+
+    Rows where `exact` [R] is true get ∇²f = Σ (ψ′ − ψ)·g·gᵀ + ψ·Σ_k (p_k·c_k·c_kᵀ + p_k·∇²z_k), with c_k = ∇z_k,
+    g = Σ_k p_k·c_k = ∇LSE and ψ = w·Huber′; the others the majoriser Σ w·min(1, δ/|ρ|)·g·gᵀ, positive semidefinite.
+    """
+    a, b, e, alpha, beta, phi = (theta[:, k : k + 1] for k in range(6))  # [R, 1]
+    looped = np.exp(phi * design.log_r) * design.rec  # [R, n]
+    n_eff = design.once + looped
+    log_n = np.log(n_eff)
+    share = looped / n_eff
+    slope = share * design.log_r  # ∂ log N_eff / ∂φ
+    term_n, term_d, term_e = np.exp(a - alpha * log_n), np.exp(b - beta * design.log_d), np.exp(e)
+    total = term_n + term_d + term_e
+    residual = np.log(total) - design.log_loss
+    size = np.abs(residual)
+    clipped = np.minimum(size, delta)
+    f = np.sum(
+        weights * clipped * (size - 0.5 * clipped), axis=1
+    )  # Huber: c·(|ρ| − c/2), c = min(|ρ|, δ)
+
+    p_n, p_d = term_n / total, term_d / total
+    g = np.empty((len(theta), 6, design.n))  # ∇LSE
+    g[:, 0], g[:, 1], g[:, 2] = p_n, p_d, term_e / total
+    np.multiply(p_n, -log_n, out=g[:, 3])
+    np.multiply(p_d, -design.log_d, out=g[:, 4])
+    np.multiply(-alpha * p_n, slope, out=g[:, 5])
+    psi = weights * np.copysign(clipped, residual)
+    major = weights * (delta / np.maximum(size, delta))
+    gradient = (g @ psi[:, :, None])[:, :, 0]
+    majoriser = ((g * g) @ major[:, :, None])[:, :, 0]
+
+    outer = np.where(exact[:, None], weights * (size <= delta) - psi, major)
+    hessian = (g * outer[:, None, :]) @ g.transpose(0, 2, 1)
+    if exact.any():
+        rows = np.flatnonzero(exact)
+        curvature = _curvature(
+            design, psi[rows], g[rows], log_n[rows], slope[rows], share[rows], alpha[rows]
+        )
+        hessian[rows] += curvature
+    return Derivatives(f=f, gradient=gradient, hessian=hessian, majoriser=majoriser)
+
+
+def _curvature(
+    design: Design,
+    psi: FloatArray,
+    g: FloatArray,
+    log_n: FloatArray,
+    slope: FloatArray,
+    share: FloatArray,
+    alpha: FloatArray,
+) -> FloatArray:
+    """Σ_i ψ_i·Σ_k (p_k·c_k·c_kᵀ + p_k·∇²z_k), the part of the Hessian beyond the outer product of ∇LSE. [R, 6, 6]"""
+    bend_n, bend_d, bend_e = psi * g[:, 0], psi * g[:, 1], psi * g[:, 2]  # ψ·p_k, [R, n]
+    c_a, c_phi = -log_n, -alpha * slope  # ∂z₁/∂α and ∂z₁/∂φ; ∂z₁/∂a = 1
+    out = np.zeros((len(psi), 6, 6))
+    for (i, j), value in {
+        (0, 0): bend_n.sum(axis=1),
+        (0, 3): np.einsum("rn,rn->r", bend_n, c_a),
+        (0, 5): np.einsum("rn,rn->r", bend_n, c_phi),
+        (3, 3): np.einsum("rn,rn->r", bend_n, c_a * c_a),
+        (3, 5): np.einsum("rn,rn->r", bend_n, c_a * c_phi - slope),  # ∂²z₁/∂α∂φ = −q·log r
+        (5, 5): np.einsum("rn,rn->r", bend_n, c_phi * (c_phi + (1 - share) * design.log_r)),
+        (1, 1): bend_d.sum(axis=1),
+        (1, 4): -bend_d @ design.log_d,
+        (4, 4): bend_d @ design.log_d**2,
+        (2, 2): bend_e.sum(axis=1),
+    }.items():
+        out[:, i, j] = out[:, j, i] = value
+    return out

@@ -1,0 +1,65 @@
+"""Write one table's analysis to a directory: report.txt, fit.json and three PNGs. The CLI and the sweep share it."""
+
+import json
+import os
+from pathlib import Path
+
+import pandas as pd
+
+from .analysis import Analysis, analyse, as_json
+from .report import render
+
+
+def write_outputs(
+    frame: pd.DataFrame,
+    out_dir: str | os.PathLike[str],
+    *,
+    split: str = "text",
+    loss: str = "val_loss",
+) -> Analysis:
+    """Analyse a run table and write `report.txt`, `fit.json`, `isoflops.png`, `frontier.png`, `predicted.png`.
+
+    Returns the analysis: `.phi`, `.phi_ci`, `.fit`, `.warnings`. Nothing is written when the table cannot be fitted;
+    raises the ValueError that says why.
+    """
+    analysis = analyse(frame, split=split, loss=loss)
+    out_dir = Path(out_dir)
+    write_text(out_dir / "report.txt", render(analysis))
+    write_json(out_dir / "fit.json", analysis)
+    write_plots(out_dir, analysis)
+    return analysis
+
+
+def write_json(path: str | os.PathLike[str], analysis: Analysis) -> None:
+    """Write `analysis.as_json` as strict JSON (no NaN)."""
+    write_text(
+        path, json.dumps(as_json(analysis), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    )
+
+
+def write_plots(out_dir: str | os.PathLike[str], analysis: Analysis) -> tuple[Path, ...]:
+    """Write the three figures as PNG and return their paths. Needs matplotlib."""
+    from . import plots  # here, so that fits work without matplotlib
+
+    figures = {
+        "isoflops.png": plots.isoflops_figure,
+        "frontier.png": plots.frontier_figure,
+        "predicted.png": plots.predicted_figure,
+    }
+    paths = []
+    for name, figure in figures.items():
+        paths.append(Path(out_dir) / name)
+        plots.save(figure(analysis), paths[-1])
+    return tuple(paths)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file in one piece: beside its destination, then moved over it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,184 @@
+"""The text report: φ and what it says, the law, restricted fits, residuals, minima, seeds, warnings. Markdown tables."""
+
+import textwrap
+from collections.abc import Sequence
+
+import numpy as np
+
+from .analysis import Analysis
+from .fit import JointFit
+from .split import SPLITS
+
+_WIDTH = 110
+
+
+def render(analysis: Analysis) -> str:
+    """The whole report as text; every table is Markdown with aligned columns."""
+    parts = [
+        _headline(analysis),
+        _law(analysis),
+        _residuals(analysis.fit),
+        _minima(analysis),
+        _seeds(analysis),
+        _warnings(analysis),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def phi_line(analysis: Analysis) -> str:
+    """One line: φ with its interval, e.g. "φ = 0.459, 95 % interval [0.414, 0.507] (200 resamples of 24 cells)"."""
+    text = f"φ = {analysis.phi:.4f}"
+    interval = analysis.phi_ci
+    if interval is None:
+        return f"{text}, interval unavailable: {analysis.interval.reason}"
+    cells = f"{analysis.interval.n_resamples} resamples of {analysis.interval.n_cells} (budget, r) cells"
+    return f"{text}, 95 % interval [{interval[0]:.3f}, {interval[1]:.3f}] ({cells})"
+
+
+def _headline(analysis: Analysis) -> str:
+    fit = analysis.fit
+    left_out = sum(fit.n_left_out.values())
+    others = ", ".join(f"{count} {status}" for status, count in fit.n_left_out.items())
+    largest = [row.r for row in fit.residuals if row.r > 1]
+    worth = ", ".join(f"{r**fit.law.phi:.2f} × at r = {r}" for r in largest)
+    says = (
+        f"Run r times, the shared block counts as r^φ times its own parameters: {worth}. Full worth, a block of its own for "
+        "every recurrence, would be r × (φ = 1); no worth 1 × (φ = 0)."
+    )
+    return "\n".join(
+        [
+            "# Recurrence-equivalence exponent",
+            "",
+            phi_line(analysis),
+            "",
+            _wrap(says),
+            "",
+            f"Table:  {fit.source}, column {fit.loss} in nats per token",
+            f"Runs:   {fit.n_runs} finished, {left_out} left out"
+            + (f" ({others})" if others else ""),
+            _wrap(f"Split:  {fit.split}: {SPLITS[fit.split]}", indent="        "),
+            f"Law:    L = E + A·(N_once + r^φ·N_rec)^−α + B·D^−β, Huber({fit.delta:g}) on log loss",
+        ]
+    )
+
+
+def _law(analysis: Analysis) -> str:
+    fits = [
+        ("free φ", analysis.fit),
+        *((f"φ = {phi}", fit) for phi, fit in analysis.restricted.items()),
+    ]
+    rows = [
+        [
+            name,
+            f"{fit.law.phi:.4f}",
+            f"{fit.law.alpha:.4f}",
+            f"{fit.law.beta:.4f}",
+            f"{fit.law.E:.4f}",
+            f"{fit.law.A:.4g}",
+            f"{fit.law.B:.4g}",
+            f"{fit.r2:.4f}",
+            f"{fit.rmse:.4f}",
+            f"{fit.objective:.4e}",
+            f"{fit.n_at_best}/{fit.n_starts}",
+        ]
+        for name, fit in fits
+    ]
+    header = ["fit", "φ", "α", "β", "E", "A", "B", "R²", "RMSE", "objective", "starts at best"]
+    return "## Fits (E, RMSE in nats)\n\n" + _table(header, rows)
+
+
+def _residuals(fit: JointFit) -> str:
+    rows = [
+        [f"{row.r}", f"{row.n_runs}", f"{row.mean:+.4f}", f"{row.max_abs:.4f}", f"{row.rmse:.4f}"]
+        for row in fit.residuals
+    ]
+    return "## Residuals by r (observed − predicted, nats)\n\n" + _table(
+        ["r", "runs", "mean", "max |.|", "RMSE"], rows
+    )
+
+
+def _minima(analysis: Analysis) -> str:
+    if not analysis.minima:
+        return "## Iso-FLOPs minima\n\nNot available: the table has no budget_flops."
+    rows = []
+    for one in analysis.minima:
+        if one.n is not None and one.loss is not None:
+            found = [
+                f"{one.loss:.5f}",
+                count(one.n),
+                "exact through 3 sizes" if one.n_sizes == 3 else "",
+            ]
+        else:
+            found = ["–", "–", f"not determined: {one.reason}"]
+        rows.append([f"{one.budget_flops:.3g}", f"{one.r}", f"{one.n_runs}", *found])
+    header = ["C, FLOPs", "r", "runs", "loss, nats", "N", "note"]
+    return (
+        "## Iso-FLOPs minima (parabola in log N; descriptive, the frontier comes from the law)\n\n"
+        + _table(header, rows)
+    )
+
+
+def _seeds(analysis: Analysis) -> str:
+    if analysis.seeds is None or not analysis.gaps:
+        return ""
+    seeds, gaps = analysis.seeds, analysis.gaps
+    rows = [
+        [
+            f"{g.budget_flops:.3g}",
+            f"{g.r_low} → {g.r_high}",
+            f"{g.loss_low:.4f}",
+            f"{g.loss_high:.4f}",
+            f"{g.gap:+.4f}",
+        ]
+        + [f"{g.gap / seeds.sd:+.1f}" if seeds.sd > 0 else "–"]
+        for g in gaps
+    ]
+    mean = float(np.mean([g.gap for g in gaps]))
+    text = (
+        f"One run varies by {seeds.sd:.4f} nats over seeds (pooled standard deviation, {seeds.n_settings} settings with "
+        f"several seeds, {seeds.dof} degrees of freedom); neighbouring r differ by {mean:+.4f} nats on average at equal "
+        "budget (each r at its best width, mean over seeds)."
+    )
+    header = ["C, FLOPs", "r", "best loss", "best loss", "gap", "gap / seed sd"]
+    return f"## Seeds against r\n\n{_wrap(text)}\n\n{_table(header, rows)}"
+
+
+def _warnings(analysis: Analysis) -> str:
+    if not analysis.warnings:
+        return ""
+    return "## Warnings\n\n" + "\n".join(
+        _wrap(f"- {text}", indent="  ") for text in analysis.warnings
+    )
+
+
+def count(value: float) -> str:
+    """A parameter or token count to four digits, e.g. "67.77 M".
+
+    >>> count(67_774_229.4), count(1_234.0)
+    ('67.77 M', '1.234 k')
+    """
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.4g} {letter}"
+    return f"{value:.4g}"
+
+
+def _wrap(text: str, indent: str = "") -> str:
+    return textwrap.fill(
+        text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(str(row[k])) for row in [header, *rows]) for k in range(len(header))]
+    lines = [
+        "| " + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
+    head = (
+        "| "
+        + " | ".join(text.ljust(width) for text, width in zip(header, widths, strict=True))
+        + " |"
+    )
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([head, rule, *lines])

@@ -1,0 +1,69 @@
+"""`accelerate launch -m training --config RECIPE [field=value …]`: train one run.
+
+Exit status: 0 finished, 1 diverged, 2 bad input, 130 interrupted (the same command resumes).
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from accelerate import PartialState
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from .config import TrainingConfig, load_config
+from .loop import Interrupted, Progress, train
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse arguments, train, and say what came out."""
+    parser = argparse.ArgumentParser(
+        prog="accelerate launch -m training", description="Train one looped (or unlooped) language model from a recipe."
+    )
+    parser.add_argument("--config", required=True, metavar="RECIPE", help="YAML file, e.g. training/recipes/nano.yaml")
+    parser.add_argument("fields", nargs="*", metavar="field=value", help="override, e.g. model.recurrences=2")
+    options = parser.parse_args(arguments)
+    console = Console(stderr=True)
+    try:
+        config = load_config(options.config, options.fields)
+        record = _train_with_bar(config, console)
+    except ValueError as error:
+        console.print(f"error: {error}", style="red", markup=False, highlight=False)
+        return 2
+    except Interrupted as interruption:
+        console.print(f"{interruption} Run the same command again to go on.", markup=False, highlight=False)
+        return 130
+    if not PartialState().is_main_process:
+        return 0
+    if record["status"] == "diverged":
+        console.print(f"{config.name} diverged: its loss was not finite at step {record['diverged_step']}.", style="red")
+        return 1
+    print(
+        f"{config.name}: validation loss {record['val_loss']:.4f} nats/token after {record['tokens']:,} tokens "
+        f"({record['tokens_per_s']:,.0f} tokens/s); model in {config.folder / 'checkpoint'}"
+    )
+    return 0
+
+
+def _train_with_bar(config: TrainingConfig, console: Console) -> dict:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f} steps, {task.fields[state]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Bars(*columns, console=console, disable=not PartialState().is_main_process) as bars:
+        task = bars.add_task(config.name, total=1, state="starting", visible=False)
+
+        def show(progress: Progress) -> None:
+            state = f"loss {progress.loss:.3f}, {progress.tokens_per_s:,.0f} tokens/s"
+            bars.update(task, completed=progress.step, total=progress.steps, state=state, visible=True)
+
+        return train(config, show)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

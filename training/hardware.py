@@ -1,0 +1,55 @@
+"""What the machine does fast: precision, attention and the dtype of the orthogonalisation, chosen by rule.
+
+The rules come from tests/benchmarks/attention.py and are the same for every run of a grid on one kind of machine; the choices
+stand in the run record.
+"""
+
+import os
+
+import torch
+
+from .config import TrainingConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def multiplies_bf16() -> bool:
+    """Whether this machine has bfloat16 matrix products in hardware."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
+def choose_precision(config: TrainingConfig) -> str:
+    """Return "bf16" (autocast, float32 master weights) where the hardware multiplies it, else "fp32"."""
+    if config.precision != "auto":
+        return config.precision
+    return "bf16" if multiplies_bf16() else "fp32"
+
+
+def choose_attention(config: TrainingConfig) -> str:
+    """Return plain products on CPUs for rows of at most 512 tokens, where they beat the fused kernel; else SDPA."""
+    if config.attention != "auto":
+        return config.attention
+    return "eager" if not torch.cuda.is_available() and config.data.sequence_length <= 512 else "sdpa"
+
+
+def choose_orthogonalise_dtype(config: TrainingConfig) -> torch.dtype:
+    """Dtype of MuonH's orthogonalisation."""
+    if config.optimizer.orthogonalise != "auto":
+        return DTYPES[config.optimizer.orthogonalise]
+    return torch.bfloat16 if multiplies_bf16() else torch.float32
+
+
+def check_launch() -> None:
+    """Refuse a launch that asked for several processes on CPUs and silently got one.
+
+    `accelerate launch --cpu --num_processes n` starts one process; it sets the rendezvous address all the same.
+    """
+    launched = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in os.environ
+    if launched and "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            "accelerate launch was asked for several processes (num_processes > 1), but on CPUs it starts only one. Use "
+            "torchrun --nproc_per_node N -m training … instead, or ask for one process. (If one was asked, unset MASTER_ADDR.)"
+        )

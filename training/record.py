@@ -1,0 +1,121 @@
+"""The run record: what run.json says of a run, one flat row of the run table.
+
+Columns and units are those of the run table (`scaling.runs`); counts come from `hf_looped.accounting`.
+"""
+
+import json
+import os
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hf_looped import LoopedConfig
+from hf_looped.accounting import (
+    forward_flops_per_token,
+    kv_bytes_per_token,
+    parameters,
+    train_flops_per_token,
+    weight_bytes,
+)
+
+from .config import TrainingConfig
+from .tokenizer import load_tokenizer
+
+SCHEMA_VERSION = 1
+VERSIONED = ("torch", "transformers", "accelerate", "datasets", "tokenizers")
+
+
+def architecture_of(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> LoopedConfig:
+    """Model config of a run; with the tokenizer, its special tokens stand in it and its size is checked.
+
+    The vocabulary is `model.vocab_size`, or the tokenizer's rounded up to a multiple of 64; it does not depend on the
+    corpus, so that a run's FLOPs are known before there is any data.
+    """
+    if tokenizer is None and config.data.tokenizer is not None:
+        tokenizer = load_tokenizer(config.data.tokenizer)
+    planned = config.data.vocab_size if config.data.tokenizer is None or tokenizer is None else len(tokenizer)
+    vocab_size = config.model.vocab_size or -(-planned // 64) * 64
+    ids: dict[str, int | None] = {}
+    if tokenizer is not None:
+        if len(tokenizer) > vocab_size:
+            raise ValueError(
+                f"model.vocab_size is {vocab_size}, but the tokenizer has {len(tokenizer)} tokens. Raise it to at least "
+                f"{len(tokenizer)}, leave it out, or use a smaller tokenizer."
+            )
+        ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    return config.model.build(vocab_size, config.data.sequence_length, **ids)
+
+
+def plan_steps(config: TrainingConfig, architecture: LoopedConfig) -> int:
+    """Optimiser steps of a run: as asked, or round(C / (FLOPs per token · batch)), at least one."""
+    if config.steps is not None:
+        return config.steps
+    assert config.budget_flops is not None
+    flops = train_flops_per_token(architecture, config.data.sequence_length)
+    return max(1, round(config.budget_flops / (flops * config.batch_tokens)))
+
+
+def describe(config: TrainingConfig, architecture: LoopedConfig) -> dict[str, Any]:
+    """Everything of the record that is known before training."""
+    count = parameters(architecture)
+    steps = plan_steps(config, architecture)
+    tokens = steps * config.batch_tokens
+    train_flops = train_flops_per_token(architecture, config.data.sequence_length)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run_id": config.name,
+        "variant": config.variant,
+        "seed": config.seed,
+        "recurrences": architecture.num_recurrences,
+        "shared_depth": config.model.shared_depth,
+        "effective_depth": architecture.num_hidden_layers,
+        "num_prelude_layers": architecture.num_prelude_layers,
+        "num_recurrent_layers": architecture.num_recurrent_layers,
+        "num_coda_layers": architecture.num_coda_layers,
+        "hidden_size": architecture.hidden_size,
+        "sequence_length": config.data.sequence_length,
+        "vocab_size": architecture.vocab_size,
+        "injection": architecture.injection,
+        "backprop_recurrences": architecture.backprop_recurrences,
+        "budget_flops": float(config.budget_flops or train_flops * tokens),
+        "train_flops_per_token": train_flops,
+        "forward_flops_per_token": forward_flops_per_token(architecture, config.data.sequence_length),
+        "total_flops": train_flops * tokens,
+        "n_once": count.once,
+        "n_rec": count.rec,
+        "n_injection": count.injection,
+        "n_norm": count.norm,
+        "n_embedding": count.embedding,
+        "weight_bytes": weight_bytes(architecture),
+        "kv_bytes_per_token": kv_bytes_per_token(architecture),
+        "steps": steps,
+        "batch_tokens": config.batch_tokens,
+        "tokens": tokens,
+        "separate_documents": config.data.separate_documents,
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Versions and, in a git checkout, the commit."""
+    here = Path(__file__).parent
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
+    return {
+        "versions": " ".join(f"{name}={version(name)}" for name in VERSIONED),
+        "git_commit": git.stdout.strip() or None,
+    }
+
+
+def write_record(folder: Path, record: dict[str, Any]) -> None:
+    """Replace run.json in one step, so that a reader sees the old record or the new one."""
+    partial = folder / "run.json.partial"
+    partial.write_text(json.dumps(record, indent=1))
+    os.replace(partial, folder / "run.json")
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """Return the record of a run folder, None if it has none yet."""
+    path = folder / "run.json"
+    return json.loads(path.read_text()) if path.is_file() else None
