@@ -4,8 +4,11 @@ Exit status: 0 finished, 1 diverged, 2 bad input, 130 interrupted (the same comm
 """
 
 import argparse
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from accelerate import PartialState
 from rich.console import Console
@@ -46,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _train_with_bar(config: TrainingConfig, console: Console) -> dict:
+def _train_with_bar(config: TrainingConfig, console: Console) -> dict[str, Any]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -55,14 +58,32 @@ def _train_with_bar(config: TrainingConfig, console: Console) -> dict:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Bars(*columns, console=console, disable=not PartialState().is_main_process) as bars:
+    with Bars(*columns, console=console, disable=not PartialState().is_main_process) as bars, _signals() as stop_asked:
         task = bars.add_task(config.name, total=1, state="starting", visible=False)
 
         def show(progress: Progress) -> None:
             state = f"loss {progress.loss:.3f}, {progress.tokens_per_s:,.0f} tokens/s"
             bars.update(task, completed=progress.step, total=progress.steps, state=state, visible=True)
 
-        return train(config, show)
+        return train(config, show, stop_asked)
+
+
+@contextmanager
+def _signals() -> Iterator[Callable[[], bool]]:
+    """Turn SIGINT and SIGTERM into a question that the loop asks between steps; a second SIGINT interrupts at once."""
+    asked: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """Where the text comes from: docstrings of installed packages, local files or the Hub.
 
-The default corpus, `docstrings`, needs no download: it is the module, class and function docstrings of the
-standard library and of the packages that a recipe names, read from their installed sources with `ast` and never
-imported. With the packages that this project installs anyway it comes to about 40 MB of technical English. Its text is
-a function of the versions alone (`Corpus.sources`): tests and the parts of the standard library that
-distributions package separately are left out, the order is fixed, and repeated docstrings are kept once.
+The default corpus, `docstrings`, needs no download: it is the module, class and function
+docstrings of the standard library and of the packages that a recipe names, read from their
+installed sources with `ast` and never imported. With the packages that this project installs
+anyway it comes to about 40 MB of technical English. Its text is a function of the versions alone
+(`Corpus.sources`): tests and the parts of the standard library that distributions package
+separately are left out, the order is fixed, and repeated docstrings are kept once.
 """
+
+from __future__ import annotations
 
 import ast
 import gc
@@ -25,8 +28,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import datasets
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -36,7 +39,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from .config import DataConfig
+if TYPE_CHECKING:  # the processes that read sources import this module: keep it quick to import
+    import datasets
+
+    from .config import DataConfig
 
 LOCAL_BUILDERS = ("parquet", "json", "text")
 MIN_DOCSTRING_CHARACTERS = (
@@ -58,8 +64,9 @@ STATEMENT_FIELDS = ("body", "handlers", "orelse", "finalbody", "cases")  # of th
 class Corpus:
     """Documents in a fixed order and where they came from.
 
-    `documents` has the one column `text`; `fingerprint` is the SHA-256 over the documents in order; `sources` maps
-    python and each package to its version, or each local file to its size; `dropped` counts rows without text.
+    `documents` has the one column `text`; `fingerprint` is the SHA-256 over the documents in
+    order; `sources` maps python and each package to its version, or each local file to its size,
+    or the Hub dataset to its split; `dropped` counts rows without text.
     """
 
     documents: datasets.Dataset
@@ -73,12 +80,15 @@ def load_corpus(
 ) -> Corpus:
     """Read the corpus that `data` names; `max_documents` keeps the first ones.
 
-    `corpus` is "docstrings", "parquet", "json" or "text" (with `files`), or the name of a Hub dataset. A text file is cut
-    into documents at blank lines: packing crops each document to one row, so a whole book as one document would
-    lose all but its beginning. Rows that are empty or null are dropped and counted. `cache_dir` is where local files
-    are converted (default: the cache of `datasets`). Raises ValueError for a package that is not installed, a
-    file or column that is not there, and for a corpus without any text.
+    `corpus` is "docstrings", "parquet", "json" or "text" (with `files`), or the name of a Hub
+    dataset. A text file is cut into documents at blank lines: packing crops each document to one
+    row, so a whole book as one document would lose all but its beginning. Rows that are empty or
+    null are dropped and counted. `cache_dir` is where local files are converted (default: the
+    cache of `datasets`). Raises ValueError for a package that is not installed, a file or column
+    that is not there, and for a corpus without any text.
     """
+    import datasets
+
     sources = corpus_sources(data)
     if data.corpus == "docstrings":
         texts = _docstring_corpus(data, progress=progress)
@@ -99,7 +109,7 @@ def load_corpus(
 
 
 def corpus_sources(data: DataConfig) -> dict[str, str]:
-    """Say cheaply what the corpus depends on besides `data`: versions of packages or sizes of files."""
+    """Versions of the packages or sizes of the files that the corpus is made from."""
     if data.corpus == "docstrings":
         if data.files:
             raise ValueError(
@@ -110,11 +120,11 @@ def corpus_sources(data: DataConfig) -> dict[str, str]:
         return {"python": platform.python_version(), **versions}
     if data.corpus in LOCAL_BUILDERS:
         return {path: f"{os.path.getsize(path)} bytes" for path in _local_files(data)}
-    return {"datasets": datasets.__version__}
+    return {data.corpus: f"{data.dataset_config or 'default'}/{data.dataset_split}"}
 
 
 def fingerprint_texts(texts: Iterable[str]) -> str:
-    """SHA-256 over the texts in order, each with its length in front: no two lists of texts share their bytes."""
+    """SHA-256 over the texts in order, each with its length in front so that borders count."""
     digest = hashlib.sha256()
     for text in texts:
         _add_text(digest, text)
@@ -122,11 +132,11 @@ def fingerprint_texts(texts: Iterable[str]) -> str:
 
 
 def docstrings(source: bytes) -> list[str]:
-    '''List the docstrings of a module's source in the order they stand in; none where the source doesn't parse.
+    r'''List the docstrings of a module's source in their order; none where it doesn't parse.
 
     Indentation is removed as `inspect.cleandoc` does; nothing is dropped yet.
 
-    >>> docstrings(b'"""A module."""\\ndef f():\\n    """A function."""\\n')
+    >>> docstrings(b'"""A module."""\ndef f():\n    """A function."""\n')
     ['A module.', 'A function.']
     '''
     with warnings.catch_warnings():
@@ -152,7 +162,7 @@ def docstrings(source: bytes) -> list[str]:
 def progress_bar(
     description: str, total: int | None, *, enabled: bool
 ) -> Iterator[Callable[[int], None]]:
-    """Show a bar with counts and time left; the value is called with the number of steps just done."""
+    """Show a bar with counts and time left; call the value with the number of steps just done."""
     columns = (
         TextColumn("{task.description:<22}"),
         BarColumn(),
@@ -168,7 +178,9 @@ def progress_bar(
 
 @contextmanager
 def quiet_datasets() -> Iterator[None]:
-    """Hide the progress bars of `datasets`, and show them again after where they were shown before."""
+    """Hide the progress bars of `datasets`; after it they are as they were before."""
+    import datasets
+
     shown = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
@@ -201,7 +213,7 @@ def _docstring_corpus(data: DataConfig, *, progress: bool) -> list[str]:
 
 @contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """Pause the garbage collector: it takes a third of the time of parsing, whose trees hold no cycles."""
+    """Pause the garbage collector: it takes a third of the time of parsing and finds nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -213,7 +225,7 @@ def _quiet_collector() -> Iterator[None]:
 
 @contextmanager
 def _read_in_order(files: list[Path], *, in_processes: bool) -> Iterator[Iterable[list[str]]]:
-    """Docstrings file by file, in the order of `files`, read by one process per core (four at most) or by this one."""
+    """Docstrings file by file, in the order of `files`, read by a few processes or by this one."""
     if not in_processes:
         yield map(_read_docstrings, files)
         return
@@ -230,7 +242,7 @@ def _read_docstrings(path: Path) -> list[str]:
 
 
 def _is_document(text: str) -> bool:
-    """Whether a docstring is long enough and can be written as UTF-8 (escapes can hold lone surrogates)."""
+    """Tell whether a docstring is long enough and UTF-8 (escapes can make lone surrogates)."""
     if len(text) < MIN_DOCSTRING_CHARACTERS:
         return False
     try:
@@ -259,13 +271,14 @@ def _package_files(distribution: str) -> list[Path]:
             files.append(Path(str(spec.origin)))
     if not files:
         raise ValueError(
-            f"data.packages: {distribution!r} is installed but has no Python sources to read; leave it out."
+            f"data.packages: {distribution!r} is installed but has no Python sources to read; "
+            "leave it out."
         )
     return files
 
 
 def _python_files(folder: Path, name: str) -> list[Path]:
-    """The module `name`.py or the sources of the package `name`, sorted by relative path, without tests."""
+    """List the module or the package's sources without tests, sorted by relative path."""
     module, package = folder / f"{name}.py", folder / name
     if module.is_file():
         return [module]
@@ -288,7 +301,7 @@ def _distribution(name: str) -> importlib.metadata.Distribution:
 
 
 def _import_names(distribution: importlib.metadata.Distribution) -> list[str]:
-    """Top-level names a distribution is imported under: from its list of files, else from what it declares."""
+    """Top-level names of a distribution: from its list of files, else from what it declares."""
     paths = [Path(str(file)) for file in distribution.files or []]
     names = {path.parts[0].removesuffix(".py") for path in paths if path.suffix == ".py"}
     names = {name for name in names if name.isidentifier() and not name.startswith("__editable__")}
@@ -300,7 +313,7 @@ def _import_names(distribution: importlib.metadata.Distribution) -> list[str]:
 
 
 def _read_texts(data: DataConfig, cache_dir: Path | None) -> tuple[datasets.Dataset, str, int]:
-    """Documents with text, their fingerprint and the number of rows without, from files or the Hub."""
+    """Documents with text, their fingerprint, and the number of rows without text."""
     rows = _load_rows(data, cache_dir)
     if data.text_column not in rows.column_names:
         raise ValueError(
@@ -311,7 +324,7 @@ def _read_texts(data: DataConfig, cache_dir: Path | None) -> tuple[datasets.Data
     if kind not in ("string", "large_string", "null"):
         raise ValueError(
             f"data.text_column: column {data.text_column!r} of {data.corpus!r} holds "
-            f"{kind or 'nested values'}, not text; name another one of {', '.join(rows.column_names)}."
+            f"{kind or 'nested values'}, not text; the columns are {', '.join(rows.column_names)}."
         )
     documents = rows.select_columns([data.text_column])
     if data.text_column != "text":
@@ -331,6 +344,8 @@ def _read_texts(data: DataConfig, cache_dir: Path | None) -> tuple[datasets.Data
 
 
 def _load_rows(data: DataConfig, cache_dir: Path | None) -> datasets.Dataset:
+    import datasets
+
     try:
         with quiet_datasets():
             if data.corpus in LOCAL_BUILDERS:
@@ -350,9 +365,9 @@ def _load_rows(data: DataConfig, cache_dir: Path | None) -> datasets.Dataset:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error.__cause__ or error).split())
         raise ValueError(
-            f"data.corpus: {data.corpus!r} (dataset_config = {data.dataset_config!r}, dataset_split = "
-            f"{data.dataset_split!r}) cannot be loaded: {reason}. Give 'docstrings', a Hub dataset, or "
-            f"{', '.join(LOCAL_BUILDERS)} with data.files."
+            f"data.corpus: {data.corpus!r} (dataset_config = {data.dataset_config!r}, "
+            f"dataset_split = {data.dataset_split!r}) cannot be loaded: {reason}. Give "
+            f"'docstrings', a Hub dataset, or {', '.join(LOCAL_BUILDERS)} with data.files."
         ) from error
 
 
@@ -360,7 +375,8 @@ def _local_files(data: DataConfig) -> list[str]:
     """Files that `data.files` names, pattern by pattern, each pattern's matches sorted."""
     if not data.files:
         raise ValueError(
-            f"data.files: data.corpus = {data.corpus!r} reads local files and none is given; name files or globs."
+            f"data.files: data.corpus = {data.corpus!r} reads local files and none is given; "
+            "name files or globs."
         )
     found: dict[str, None] = {}
     for pattern in data.files:
@@ -371,13 +387,14 @@ def _local_files(data: DataConfig) -> list[str]:
             matches = [pattern]
         if not matches:
             raise ValueError(
-                f"data.files: {pattern!r} matches no file (seen from {os.getcwd()}); correct it or remove it."
+                f"data.files: {pattern!r} matches no file (seen from {os.getcwd()}); "
+                "correct it or remove it."
             )
         found.update(dict.fromkeys(matches))
     return list(found)
 
 
-def _add_text(digest: "hashlib._Hash", text: str) -> None:
+def _add_text(digest: hashlib._Hash, text: str) -> None:
     raw = text.encode("utf-8", "surrogatepass")
     digest.update(len(raw).to_bytes(8, "little"))
     digest.update(raw)

@@ -1,8 +1,9 @@
 """Packed data: a corpus split by document, tokenised and packed once, read by every run of a grid.
 
-A folder holds `train.parquet` and `validation.parquet` (column input_ids, rows of T + 1 tokens), `tokenizer/` and
-`metadata.json`, which says how they were made. It is written beside its place and renamed when complete, so that a
-folder that is there is finished. `cache/` appears at the first opening: the rows as Arrow files, memory-mapped.
+A folder holds `train.parquet` and `validation.parquet` (column input_ids, rows of T + 1 tokens),
+`tokenizer/` and `metadata.json`, which says how they were made. It is written beside its place
+and renamed when complete, so that a folder that is there is finished. `cache/` appears at the
+first opening: the rows as Arrow files, memory-mapped.
 """
 
 import hashlib
@@ -55,9 +56,11 @@ class Rows:
         self.dataset = dataset.with_format("numpy")
 
     def __len__(self) -> int:
+        """Count the rows."""
         return len(self.dataset)
 
     def __getitem__(self, indices: ArrayLike) -> NDArray[np.int32]:
+        """Read rows. [n] → [n, T + 1]."""
         wanted = np.atleast_1d(np.asarray(indices, dtype=np.int64))
         return np.asarray(self.dataset[wanted]["input_ids"], dtype=np.int32)
 
@@ -66,9 +69,10 @@ class Rows:
 class PackedData:
     """An open folder of packed data.
 
-    `metadata` is metadata.json: settings, corpus (fingerprint, sources), tokenizer (sha256, vocab_size, bos_token_id),
-    versions, sequence_length, and per split documents, bytes (UTF-8, of the documents), tokens (of the documents, BOS
-    included), rows, cropped and leftover tokens, and the SHA-256 over the rows.
+    `metadata` is metadata.json: settings, corpus (fingerprint, sources), tokenizer (sha256,
+    vocab_size, bos_token_id), versions, sequence_length, and per split documents, bytes (UTF-8,
+    of the documents), tokens (of the documents, BOS included), rows, cropped and leftover tokens,
+    and the SHA-256 over the rows.
     """
 
     folder: Path
@@ -109,15 +113,15 @@ class PackedData:
 
 
 def prepare(data: DataConfig, folder: Path, *, progress: bool = True) -> PackedData:
-    """Make `folder` from the corpus, or open it where it is finished and was made with the same settings.
+    """Make `folder` from the corpus, or open it where it was finished with the same settings.
 
-    Several processes may call this at once: one makes the folder, the others wait for it. Raises ValueError for the bad
-    input that `load_corpus`, `train_tokenizer` and `load_tokenizer` refuse, for a split too small for one row, and for a
-    folder made with other settings. Package versions that changed since are no other settings: the rows stay as they
-    are, with the versions they were made from in the metadata.
+    Several processes may call this at once: one makes the folder, the others wait for it. Raises
+    ValueError for the bad input that `load_corpus`, `train_tokenizer` and `load_tokenizer`
+    refuse, for a split too small for one row, and for a folder made with other settings. Package
+    versions that changed since are no other settings: the rows stay as they are, with the
+    versions they were made from in the metadata.
     """
     folder = Path(folder)
-    _check_settings(data)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f".{folder.name}.lock"):
         if folder.exists() and any(folder.iterdir()):
@@ -141,8 +145,8 @@ def open_packed(
 ) -> PackedData:
     """Open a finished folder.
 
-    Raises ValueError when it isn't one, when its files don't agree with its metadata, or when it was made with another
-    tokenizer or T than those given.
+    Raises ValueError when it isn't one, when its files don't agree with its metadata, or when it
+    was made with another tokenizer or T than those given.
     """
     folder = Path(folder)
     metadata = _read_metadata(folder)
@@ -153,8 +157,9 @@ def open_packed(
     recorded = metadata["tokenizer"]["sha256"]
     if tokenizer_fingerprint(own) != recorded:
         raise ValueError(
-            f"{folder / 'tokenizer'} is not the tokenizer that its rows were made with (metadata.json: sha256 "
-            f"{recorded[:12]}, found {tokenizer_fingerprint(own)[:12]}); delete {folder} and prepare it again."
+            f"packed data: {folder / 'tokenizer'} is not the tokenizer that made the rows "
+            f"(sha256 {tokenizer_fingerprint(own)[:12]}, metadata.json says {recorded[:12]}); "
+            f"delete {folder} and prepare it again."
         )
     if tokenizer is not None:
         other = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
@@ -171,23 +176,24 @@ def open_packed(
 
 
 def check_tokens(packed: PackedData, tokens_asked: int, allow_repeat: bool) -> None:
-    """Raise ValueError when a run asks for more tokens than one pass holds and repeating is not allowed."""
+    """Raise ValueError when a run asks for more than one pass and may not repeat rows."""
     held = packed.train_tokens
     if tokens_asked > held and not allow_repeat:
         epochs = math.ceil(100 * tokens_asked / held) / 100
         raise ValueError(
             f"tokens: {tokens_asked:,} asked, but {packed.folder} holds {held:,} for training "
-            f"({len(packed.train):,} rows of {packed.sequence_length}): that is {epochs:.2f} epochs. Set "
-            "data.allow_repeat=true to read rows again, take a larger corpus, or ask for fewer tokens."
+            f"({len(packed.train):,} rows of {packed.sequence_length}): that is {epochs:.2f} "
+            "epochs. Set data.allow_repeat=true to read rows again, take a larger corpus, "
+            "or ask for fewer tokens."
         )
 
 
 def split_documents(documents: datasets.Dataset, fraction: float) -> tuple[list[int], list[int]]:
-    """Indices of training and validation documents.
+    """List the indices of training and of validation documents.
 
-    A document belongs to validation when the hash of its text, a number in [0, 1), is below `fraction`; so membership
-    depends neither on the order nor on the other documents, and equal texts stay together. Where none is, the one with the
-    smallest hash goes to validation.
+    A document belongs to validation when the hash of its text, a number in [0, 1), is below
+    `fraction`; so membership depends neither on the order nor on the other documents, and equal
+    texts stay together. Where none is, the one with the smallest hash goes to validation.
     """
     places = [_place(text) for batch in documents.iter(batch_size=1000) for text in batch["text"]]
     bound = max(fraction, math.nextafter(min(places), 1.0))
@@ -201,28 +207,12 @@ def _place(text: str) -> float:
     return (int.from_bytes(digest[:8], "big") >> 11) / 2**53  # 53 bits: exact as a float
 
 
-def _check_settings(data: DataConfig) -> None:
-    if not 0 < data.validation_fraction < 1:
-        raise ValueError(
-            f"data.validation_fraction: {data.validation_fraction} is not between 0 and 1; "
-            "0.005 keeps one document in 200 for validation."
-        )
-    for name in ("sequence_length", "packing_buffer"):
-        if getattr(data, name) < 1:
-            raise ValueError(f"data.{name}: {getattr(data, name)} is below 1; give a count.")
-
-
 def _settings(data: DataConfig) -> dict[str, Any]:
-    settings: dict[str, Any] = json.loads(
-        json.dumps({name: _plain(getattr(data, name)) for name in SETTINGS})
-    )
+    settings = {name: getattr(data, name) for name in SETTINGS}
+    settings |= {name: list(settings[name]) for name in ("packages", "files")}
     if data.tokenizer is not None:
         settings["vocab_size"] = None
     return settings
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, list | tuple) else value
 
 
 def _write(data: DataConfig, folder: Path, *, progress: bool) -> None:
@@ -233,8 +223,9 @@ def _write(data: DataConfig, folder: Path, *, progress: bool) -> None:
     splits = {name: corpus.documents.select(indices) for name, indices in places.items()}
     if len(splits["train"]) == 0:
         raise ValueError(
-            f"data.corpus: {data.corpus!r} has {len(corpus.documents)} document(s), all of them taken for validation "
-            f"(data.validation_fraction = {data.validation_fraction}); give more documents or lower the fraction."
+            f"data.corpus: {data.corpus!r} has {len(corpus.documents)} document(s), all of them "
+            f"taken for validation (data.validation_fraction = {data.validation_fraction}); "
+            "give more documents or lower the fraction."
         )
     tokenizer = _make_tokenizer(data, splits["train"], progress=progress)
     tokenizer.save_pretrained(folder / "tokenizer")
@@ -307,7 +298,7 @@ def _write_split(
                 add_special_tokens=False,
                 split_special_tokens=True,
                 return_attention_mask=False,
-                verbose=False,  # no warning about documents longer than model_max_length: rows are cut
+                verbose=False,  # no warning about documents longer than the model's context
             )["input_ids"]
             advance(len(batch["text"]))
 
@@ -331,8 +322,9 @@ def _write_split(
     if counts.rows == 0:
         remedy = "raise data.validation_fraction" if path.stem == "validation" else "give more text"
         raise ValueError(
-            f"data.sequence_length: the {path.stem} split has {counts.documents} documents with {counts.tokens} tokens, "
-            f"too few for one row of {row_length}; {remedy} or lower data.sequence_length."
+            f"data.sequence_length: the {path.stem} split has {counts.documents} documents with "
+            f"{counts.tokens} tokens, too few for one row of {row_length}; {remedy} "
+            "or lower data.sequence_length."
         )
     return {**asdict(counts), "bytes": size, "sha256": digest.hexdigest()}
 
@@ -349,10 +341,10 @@ def _reopen(data: DataConfig, folder: Path) -> PackedData:
         if made != now[name]:
             raise _disagreement(folder, name, made, now[name])
     if data.corpus != "docstrings":
-        made, sources = metadata["corpus"]["sources"], corpus_sources(data)
-        for path in sorted(made.keys() | sources.keys()):
-            if path != "datasets" and made.get(path) != sources.get(path):
-                raise _disagreement(folder, f"files ({path})", made.get(path), sources.get(path))
+        read, sources = metadata["corpus"]["sources"], corpus_sources(data)
+        for path in sorted(read.keys() | sources.keys()):
+            if read.get(path) != sources.get(path):
+                raise _disagreement(folder, f"files ({path})", read.get(path), sources.get(path))
     return open_packed(folder, tokenizer=data.tokenizer)
 
 
@@ -366,18 +358,16 @@ def _disagreement(folder: Path, name: str, made: object, now: object) -> ValueEr
 def _read_metadata(folder: Path) -> dict[str, Any]:
     path = folder / "metadata.json"
     if not path.is_file():
-        state = (
-            "has no metadata.json, so it is no finished packed data"
-            if folder.exists()
-            else "doesn't exist"
-        )
+        state = "isn't finished (no metadata.json)" if folder.exists() else "doesn't exist"
         raise ValueError(
-            f"packed data: {folder} {state}; name another folder, or delete it and prepare it again."
+            f"packed data: {folder} {state}; name another folder, "
+            "or delete it and prepare it again."
         )
     metadata: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if metadata.get("schema_version") != SCHEMA_VERSION:
+    found = metadata.get("schema_version")
+    if found != SCHEMA_VERSION:
         raise ValueError(
-            f"packed data: {path} has schema_version {metadata.get('schema_version')}, this version reads "
+            f"packed data: {path} has schema_version {found}, this version of hf-looped reads "
             f"{SCHEMA_VERSION}; delete {folder} and prepare it again."
         )
     return metadata

@@ -29,10 +29,11 @@ def choose_precision(config: TrainingConfig) -> str:
 
 
 def choose_attention(config: TrainingConfig) -> str:
-    """Return plain products on CPUs for rows of at most 512 tokens, where they beat the fused kernel; else SDPA."""
+    """Return SDPA, but plain products for bf16 on CPUs and rows of at most 512 tokens, where the fused kernel is slow."""
     if config.attention != "auto":
         return config.attention
-    return "eager" if not torch.cuda.is_available() and config.data.sequence_length <= 512 else "sdpa"
+    short_bf16 = choose_precision(config) == "bf16" and config.data.sequence_length <= 512
+    return "eager" if short_bf16 and not torch.cuda.is_available() else "sdpa"
 
 
 def choose_orthogonalise_dtype(config: TrainingConfig) -> torch.dtype:

@@ -5,7 +5,6 @@ Shapes: B rows of a micro-batch, T positions.
 
 import json
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -50,17 +49,22 @@ class Interrupted(Exception):
     """The run was asked to stop; its state is saved, and the same command resumes it."""
 
 
-def train(config: TrainingConfig, on_progress: Callable[[Progress], None] = lambda progress: None) -> dict[str, Any]:
+def train(
+    config: TrainingConfig,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    stop_asked: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
     """Train, evaluate and record one run; a finished one is returned as it is, a half-finished one resumed.
 
     Returns the run record (as in run.json), with status "finished", or "diverged" where the loss stopped being finite.
+    `on_progress` is called now and then, `stop_asked` after every step.
 
     Raises
     ------
     ValueError
         If the run's folder belongs to another recipe, the corpus is too small, or the recipe does not fit the launch.
     Interrupted
-        If SIGINT or SIGTERM came; the state is saved.
+        If `stop_asked` said so; the state is saved.
     """
     check_launch()
     transformers_logging.disable_progress_bar()
@@ -73,8 +77,8 @@ def train(config: TrainingConfig, on_progress: Callable[[Progress], None] = lamb
         packed = prepare(config.data, config.data_folder, progress=accelerator.is_main_process)
     run = _Run(config, accelerator, packed)
     try:
-        record = run.finish(run.steps_to_the_end(on_progress))
-    except (Interrupted, KeyboardInterrupt):
+        record = run.finish(run.steps_to_the_end(on_progress, stop_asked))
+    except Interrupted:
         raise
     except Exception as error:
         run.write("failed", error=f"{type(error).__name__}: {error}")
@@ -141,12 +145,14 @@ class _Run:
             write_record(self.config.folder, self.record)
         return self.record
 
-    def steps_to_the_end(self, on_progress: Callable[[Progress], None]) -> int | None:
+    def steps_to_the_end(
+        self, on_progress: Callable[[Progress], None], stop_asked: Callable[[], bool]
+    ) -> int | None:
         """Train to the last step. Return the step at which the loss stopped being finite, else None."""
         steps, config = self.record["steps"], self.config
         first, seconds = self.counters.step, self.counters.wall_s
         start = time.perf_counter()
-        with _log(config.folder / "log.jsonl", first, self.accelerator.is_main_process) as log, _stop_asked() as stop:
+        with _log(config.folder / "log.jsonl", first, self.accelerator.is_main_process) as log:
             for step in range(first, steps):
                 loss = self._step(step)
                 self.counters.step = step + 1
@@ -158,7 +164,7 @@ class _Run:
                     speed = (step + 1) * config.batch_tokens / self.counters.wall_s
                     log(self._log_entry(step, loss, speed))
                     on_progress(Progress(step=step + 1, steps=steps, loss=loss, tokens_per_s=speed))
-                asked = self._anyone(stop())
+                asked = self._anyone(stop_asked())
                 if not last and (asked or (step + 1) % config.checkpoint_every == 0):
                     save_state(self.accelerator, config.folder / "state", step + 1)
                 if asked and not last:
@@ -277,21 +283,3 @@ def _log(path: Path, first: int, write: bool) -> Iterator[Callable[[dict[str, An
             file.flush()
 
         yield log
-
-
-@contextmanager
-def _stop_asked() -> Iterator[Callable[[], bool]]:
-    """Turn SIGINT and SIGTERM into a question that the loop asks between steps; a second SIGINT interrupts at once."""
-    asked: list[int] = []
-
-    def handle(number: int, frame: object) -> None:
-        if asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,7 +1,8 @@
 """BOS-aligned best-fit packing of documents into rows without padding.
 
-Schwethelm et al. 2026 (arXiv:2604.21106) pack FineWeb-Edu this way, into rows of T + 1 = 2,049 tokens with a buffer of 1,000
-documents. A row of T + 1 tokens gives T inputs and, shifted by one, T targets.
+Schwethelm et al. 2026 (arXiv:2604.21106) pack FineWeb-Edu this way, into rows of T + 1 = 2,049
+tokens with a buffer of 1,000 documents. A row of T + 1 tokens gives T inputs and, shifted by one,
+T targets.
 
 Shapes: B rows of a batch, T positions.
 """
@@ -19,9 +20,10 @@ Row = NDArray[np.int32]
 
 @dataclass(kw_only=True)
 class PackingCounts:
-    """What `pack` has done so far: documents read, their tokens (BOS included), rows given, tokens cropped and left over.
+    """What `pack` has done so far.
 
-    At the end tokens = rows · row_length + cropped + leftover; `leftover` is the last, incomplete row.
+    documents read and their tokens, BOS included; full rows given; tokens cropped off; tokens left
+    over in the last, incomplete row. At the end tokens = rows · row_length + cropped + leftover.
     """
 
     documents: int = 0
@@ -48,7 +50,7 @@ class _Buffer:
         self._arrivals += 1
 
     def take(self, space: int) -> Row:
-        """Remove the longest document of at most `space` tokens, or the shortest where none fits."""
+        """Take out the longest document of at most `space` tokens, else the shortest of all."""
         shortest = self._keys[0][0]
         last = (
             bisect_right(self._keys, (max(space, shortest), 0)) - 1
@@ -66,10 +68,11 @@ def pack(
 ) -> Iterator[Row]:
     """Yield full rows [row_length] from tokenised documents, BOS put in front of each.
 
-    While a row has space, the buffer is filled up to `buffer` documents and the longest one that fits goes in; where none
-    fits, the shortest is cropped to the space and the rest of it is lost. Among documents of one length the first goes.
-    So every row begins with BOS and none has padding; the last row is dropped if it isn't full. Documents without tokens
-    are skipped. `counts` is kept up to date while rows are taken. A step costs O(log buffer) comparisons.
+    While a row has space, the buffer is filled up to `buffer` documents and the longest one that
+    fits goes in; where none fits, the shortest is cropped to the space and the rest of it is
+    lost. Among documents of one length the first goes. So every row begins with BOS and none has
+    padding; the last row is dropped if it isn't full. Documents without tokens are skipped.
+    `counts` is kept up to date while rows are taken. A step costs O(log buffer) comparisons.
     """
     if row_length < 2 or buffer < 1:
         raise ValueError(
@@ -103,7 +106,7 @@ def pack(
 
 
 def document_positions(input_ids: torch.Tensor, bos_token_id: int) -> torch.Tensor:
-    """Positions that restart at 0 at every BOS, so that attention keeps documents apart. [B, T] → [B, T]
+    """Positions that restart at 0 at every BOS, to keep documents apart. [B, T] → [B, T].
 
     >>> document_positions(torch.tensor([[0, 7, 7, 0, 7]]), bos_token_id=0).tolist()
     [[0, 1, 2, 0, 1]]

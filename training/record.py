@@ -34,10 +34,7 @@ def architecture_of(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase |
     The vocabulary is `model.vocab_size`, or the tokenizer's rounded up to a multiple of 64; it does not depend on the
     corpus, so that a run's FLOPs are known before there is any data.
     """
-    if tokenizer is None and config.data.tokenizer is not None:
-        tokenizer = load_tokenizer(config.data.tokenizer)
-    planned = config.data.vocab_size if config.data.tokenizer is None or tokenizer is None else len(tokenizer)
-    vocab_size = config.model.vocab_size or -(-planned // 64) * 64
+    vocab_size = config.model.vocab_size or -(-_planned_vocabulary(config) // 64) * 64
     ids: dict[str, int | None] = {}
     if tokenizer is not None:
         if len(tokenizer) > vocab_size:
@@ -47,6 +44,12 @@ def architecture_of(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase |
             )
         ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     return config.model.build(vocab_size, config.data.sequence_length, **ids)
+
+
+def _planned_vocabulary(config: TrainingConfig) -> int:
+    if config.data.tokenizer is None:
+        return config.data.vocab_size
+    return len(load_tokenizer(config.data.tokenizer))
 
 
 def plan_steps(config: TrainingConfig, architecture: LoopedConfig) -> int:

@@ -1,4 +1,4 @@
-"""Tokenizers: a byte-level BPE trained on the corpus, or any Transformers tokenizer with a BOS token.
+"""Tokenizers: a byte-level BPE trained on the corpus, or a Transformers tokenizer with BOS.
 
 Every document of the packed data begins with BOS, so a tokenizer must have one.
 """
@@ -18,14 +18,15 @@ MIN_VOCAB_SIZE = 257  # the 256 bytes and END_OF_TEXT
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE of at most `vocab_size` tokens, trained on `texts`.
 
-    Encoding puts BOS in front unless `add_special_tokens=False`; any text is encoded and decoded without loss, since all
-    256 bytes are tokens. Short texts give fewer tokens than asked. The same texts in the same order give the
-    same tokenizer. Raises ValueError when `vocab_size` has no room for the bytes.
+    Encoding puts BOS in front unless `add_special_tokens=False`; any text is encoded and decoded
+    without loss, since all 256 bytes are tokens. Short texts give fewer tokens than asked. The
+    same texts in the same order give the same tokenizer. Raises ValueError when `vocab_size` has
+    no room for the bytes.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(
-            f"data.vocab_size: {vocab_size} is below {MIN_VOCAB_SIZE}, the 256 bytes and {END_OF_TEXT}; "
-            "ask for more (1024 suits a corpus of some tens of MB and models of a million parameters)."
+            f"data.vocab_size: {vocab_size} is below {MIN_VOCAB_SIZE}, the 256 bytes and "
+            f"{END_OF_TEXT}; ask for more (1024 suits some tens of MB and a million parameters)."
         )
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -52,26 +53,27 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
-    """Load a Transformers tokenizer. Raises ValueError when it cannot be loaded or has no BOS token."""
+    """Load a Transformers tokenizer; ValueError when it cannot be loaded or has no BOS token."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"data.tokenizer: {name_or_path!r} cannot be loaded ({reason}). Give a folder made by save_pretrained "
-            "or a Hub name, or leave it empty to train one on the corpus."
+            f"data.tokenizer: {name_or_path!r} cannot be loaded ({reason}). Give a folder made by "
+            "save_pretrained or a Hub name, or leave it empty to train one on the corpus."
         ) from error
     if tokenizer.bos_token_id is None:
         candidate = tokenizer.eos_token or tokenizer.pad_token or END_OF_TEXT
         raise ValueError(
-            f"data.tokenizer: {name_or_path!r} has no bos_token, and every document begins with one. Choose one and "
-            f"save a copy: tokenizer.bos_token = {candidate!r}; tokenizer.save_pretrained(FOLDER); tokenizer=FOLDER."
+            f"data.tokenizer: {name_or_path!r} has no bos_token, and every document begins with "
+            f"one. Choose one and save a copy: tokenizer.bos_token = {candidate!r}; "
+            "tokenizer.save_pretrained(FOLDER); data.tokenizer=FOLDER."
         )
     return tokenizer
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 over what maps text to ids: tokenizer.json without padding and truncation, and the BOS id.
+    """SHA-256 over tokenizer.json without padding and truncation, and over the BOS id.
 
     A tokenizer without tokenizer.json (a slow one) is known by its vocabulary.
     """
