@@ -73,7 +73,9 @@ def train_flops_per_token(config: LoopedConfig, sequence_length: int) -> int:
     1027676160
     """
     detached = config.num_recurrences - config.backprop_recurrences
-    recurrence = config.num_recurrent_layers * _layer_flops(config, sequence_length) + _injection_flops(config)
+    recurrence = config.num_recurrent_layers * _layer_flops(
+        config, sequence_length
+    ) + _injection_flops(config)
     return 3 * forward_flops_per_token(config, sequence_length) - 2 * detached * recurrence
 
 
@@ -93,7 +95,13 @@ def weight_bytes(config: LoopedConfig, bytes_per_weight: int = 2) -> int:
 
 def kv_bytes_per_token(config: LoopedConfig, bytes_per_value: int = 2) -> int:
     """Bytes of keys and values that a cached token takes: one slot for each executed layer (bfloat16 by default)."""
-    return config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * bytes_per_value
+    return (
+        config.num_hidden_layers
+        * 2
+        * config.num_key_value_heads
+        * config.head_dim
+        * bytes_per_value
+    )
 
 
 def _block_matrices(config: LoopedConfig) -> int:

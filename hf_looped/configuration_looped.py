@@ -157,7 +157,11 @@ class LoopedConfig(PreTrainedConfig):
     @property
     def num_hidden_layers(self) -> int:
         """Executed layers, so that stock caches hold one slot for each layer call."""
-        return self.num_prelude_layers + self.num_recurrences * self.num_recurrent_layers + self.num_coda_layers
+        return (
+            self.num_prelude_layers
+            + self.num_recurrences * self.num_recurrent_layers
+            + self.num_coda_layers
+        )
 
     @property
     def num_unique_layers(self) -> int:
@@ -174,7 +178,11 @@ class LoopedConfig(PreTrainedConfig):
     @property
     def backprop_recurrences(self) -> int:
         """`num_backprop_recurrences` with None resolved to all of them."""
-        return self.num_recurrences if self.num_backprop_recurrences is None else self.num_backprop_recurrences
+        return (
+            self.num_recurrences
+            if self.num_backprop_recurrences is None
+            else self.num_backprop_recurrences
+        )
 
     @classmethod
     def iso_depth(
@@ -252,10 +260,23 @@ class LoopedConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Part of the strict validation: refuse what has no meaning or would train nothing in silence."""
-        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "vocab_size"):
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "head_dim",
+            "vocab_size",
+        ):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
-        _require(self.num_recurrences >= 1, "num_recurrences", self.num_recurrences, "must be at least 1")
-        _require(self.num_recurrent_layers >= 1, "num_recurrent_layers", self.num_recurrent_layers, "must be at least 1")
+        _require(
+            self.num_recurrences >= 1, "num_recurrences", self.num_recurrences, "must be at least 1"
+        )
+        _require(
+            self.num_recurrent_layers >= 1,
+            "num_recurrent_layers",
+            self.num_recurrent_layers,
+            "must be at least 1",
+        )
         for name in ("num_prelude_layers", "num_coda_layers"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative")
         _require(
@@ -265,12 +286,15 @@ class LoopedConfig(PreTrainedConfig):
             "must be even: rotary embeddings turn pairs of channels",
         )
         _require(
-            self.num_key_value_heads >= 1 and self.num_attention_heads % self.num_key_value_heads == 0,
+            self.num_key_value_heads >= 1
+            and self.num_attention_heads % self.num_key_value_heads == 0,
             "num_key_value_heads",
             self.num_key_value_heads,
             f"must divide num_attention_heads = {self.num_attention_heads}",
         )
-        _require(0 <= self.state_seed < 2**31, "state_seed", self.state_seed, "must lie in 0..2^31 - 1")
+        _require(
+            0 <= self.state_seed < 2**31, "state_seed", self.state_seed, "must lie in 0..2^31 - 1"
+        )
         self._validate_loop()
 
     def _validate_loop(self):
@@ -284,7 +308,12 @@ class LoopedConfig(PreTrainedConfig):
         )
         truncated = k is not None and k < r
         if self.injection == "hyperconnections":
-            _require(self.num_lanes >= 2, "num_lanes", self.num_lanes, "hyperconnections need at least two lanes (K >= 2)")
+            _require(
+                self.num_lanes >= 2,
+                "num_lanes",
+                self.num_lanes,
+                "hyperconnections need at least two lanes (K >= 2)",
+            )
             _require(
                 not truncated,
                 "num_backprop_recurrences",

@@ -21,10 +21,18 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.modeling_utils import (
+    ALL_ATTENTION_FUNCTIONS,
+    PreTrainedModel,
+    slice_logits_to_keep,
+)
 from transformers.processing_utils import Unpack
 from transformers.utils.deprecation import deprecate_kwarg
-from transformers.utils.generic import TransformersKwargs, can_return_tuple, merge_with_config_defaults
+from transformers.utils.generic import (
+    TransformersKwargs,
+    can_return_tuple,
+    merge_with_config_defaults,
+)
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_looped import LoopedConfig
@@ -39,7 +47,9 @@ class LoopedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps).to(x.dtype)
+        return nn.functional.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps).to(
+            x.dtype
+        )
 
 
 class LoopedRotaryEmbedding(nn.Module):
@@ -59,16 +69,22 @@ class LoopedRotaryEmbedding(nn.Module):
         self.original_inv_freq = nn.Buffer(inv_freq.clone(), persistent=False)
 
     @staticmethod
-    def compute_default_rope_parameters(config: LoopedConfig, **kwargs) -> tuple[torch.Tensor, float]:
+    def compute_default_rope_parameters(
+        config: LoopedConfig, **kwargs
+    ) -> tuple[torch.Tensor, float]:
         """Inverse frequencies θ^(−2i/C), i < C/2, [C/2], and the factor on cosines and sines (1)."""
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
         return config.rope_parameters["rope_theta"] ** -exponents, 1.0
 
     @dynamic_rope_update
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos, sin [B, T, C] in the dtype of x for positions [B, T]."""
         with torch.autocast(device_type=x.device.type, enabled=False):
-            angles = position_ids[..., None].float() * self.inv_freq.float().to(x.device)  # [B, T, C/2]
+            angles = position_ids[..., None].float() * self.inv_freq.float().to(
+                x.device
+            )  # [B, T, C/2]
             angles = torch.cat((angles, angles), dim=-1)
             cos = angles.cos() * self.attention_scaling
             sin = angles.sin() * self.attention_scaling
@@ -123,7 +139,10 @@ class LoopedAttention(nn.Module):
         self.scaling = config.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
-        width, kv_width = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        width, kv_width = (
+            config.num_attention_heads * config.head_dim,
+            config.num_key_value_heads * config.head_dim,
+        )
         self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
@@ -149,7 +168,9 @@ class LoopedAttention(nn.Module):
         key = self._normalise(rotate(key, cos, sin))
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx + slot_offset, kwargs=kwargs)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
         output, weights = attend(
             self,
             query,
@@ -164,7 +185,9 @@ class LoopedAttention(nn.Module):
         return self.o_proj(output), weights
 
     def _normalise(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.rms_norm(x.float(), x.shape[-1:], eps=self.config.rms_norm_eps).to(x.dtype)
+        return nn.functional.rms_norm(x.float(), x.shape[-1:], eps=self.config.rms_norm_eps).to(
+            x.dtype
+        )
 
 
 class LoopedMLP(nn.Module):
@@ -288,7 +311,9 @@ def position_noise(position_ids: torch.Tensor, size: int, seed: int) -> torch.Te
     channels = torch.arange(2 * size, device=position_ids.device)
     counter = position_ids[..., None].long() * (2 * size) + channels
     bits = _mix64(_mix64(counter) ^ seed)
-    uniform = ((bits >> 40) & 0xFFFFFF).float().add_(0.5) * 2.0**-24  # 24 bits, strictly inside (0, 1)
+    uniform = ((bits >> 40) & 0xFFFFFF).float().add_(
+        0.5
+    ) * 2.0**-24  # 24 bits, strictly inside (0, 1)
     radius, angle = uniform.chunk(2, dim=-1)
     return torch.sqrt(-2.0 * torch.log(radius)) * torch.cos(2.0 * torch.pi * angle)
 
@@ -344,7 +369,10 @@ class LoopedModel(LoopedPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_norm = LoopedRMSNorm(config.hidden_size, config.rms_norm_eps)
-        first_coda, first_recurrent = config.num_prelude_layers, config.num_prelude_layers + config.num_coda_layers
+        first_coda, first_recurrent = (
+            config.num_prelude_layers,
+            config.num_prelude_layers + config.num_coda_layers,
+        )
         self.prelude = _layers(config, config.num_prelude_layers, first_slot=0)
         self.recurrent = _layers(config, config.num_recurrent_layers, first_slot=first_recurrent)
         self.coda = _layers(config, config.num_coda_layers, first_slot=first_coda)
@@ -396,7 +424,9 @@ class LoopedModel(LoopedPreTrainedModel):
         self._check_slots(cache, r)
         if position_ids is None:
             seen = cache.get_seq_length() if cache is not None else 0
-            position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen).unsqueeze(0)
+            position_ids = (
+                torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen
+            ).unsqueeze(0)
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=inputs_embeds,
@@ -428,7 +458,9 @@ class LoopedModel(LoopedPreTrainedModel):
             with _without_gradient(e.device.type) if t < truncated else nullcontext():
                 hidden_states = self.injection.read(carried, e, t)
                 for layer in self.recurrent:
-                    hidden_states = layer(hidden_states, cache=cache, slot_offset=t * len(self.recurrent), **kwargs)
+                    hidden_states = layer(
+                        hidden_states, cache=cache, slot_offset=t * len(self.recurrent), **kwargs
+                    )
                 carried = self.injection.write(carried, self.recurrent_norm(hidden_states), t)
         return self.injection.finish(carried)
 
@@ -441,7 +473,11 @@ class LoopedModel(LoopedPreTrainedModel):
             return torch.zeros_like(e)
         if self.training:
             return torch.randn_like(e)
-        return position_noise(position_ids, e.shape[-1], self.config.state_seed).to(e.dtype).expand_as(e)
+        return (
+            position_noise(position_ids, e.shape[-1], self.config.state_seed)
+            .to(e.dtype)
+            .expand_as(e)
+        )
 
     def _recurrences(self, asked: int | None) -> int:
         r = self.config.num_recurrences if asked is None else asked
@@ -453,7 +489,6 @@ class LoopedModel(LoopedPreTrainedModel):
                 f"{self.config.num_trained_recurrences} recurrences (num_trained_recurrences). Ask for at most that many."
             )
         return r
-
 
     def _check_slots(self, cache: Cache | None, r: int) -> None:
         """Refuse a cache of fixed length that has no slot for the last recurrences."""
@@ -515,13 +550,17 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             num_recurrences=num_recurrences,
             **kwargs,
         )
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)).float()  # [B, T, V]
+        logits = self.lm_head(
+            slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
+        ).float()  # [B, T, V]
         cap = self.config.final_logit_softcapping
         if cap is not None:
             logits = cap * torch.tanh(logits / cap)
         loss = None
         if labels is not None or kwargs.get("shift_labels") is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -538,7 +577,10 @@ def _without_gradient(device_type: str):
     Autocast would hand the recorded recurrences the weights cast here, which carry no gradient, in silence.
     """
     enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    with torch.no_grad(), torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False):
+    with (
+        torch.no_grad(),
+        torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False),
+    ):
         yield
 
 

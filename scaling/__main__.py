@@ -1,4 +1,7 @@
-"""Command line: `python -m scaling fit TABLE` fits the joint law, `python -m scaling check TABLE` says what is missing."""
+"""Command line: `python -m scaling fit TABLE` fits the joint law.
+
+`python -m scaling check TABLE` says what is missing.
+"""
 
 import argparse
 import os
@@ -19,12 +22,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # the reader of a pipe (head, less) has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 def _fit(options: argparse.Namespace) -> int:

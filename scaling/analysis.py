@@ -1,4 +1,6 @@
-"""Everything the report says about one table: free and restricted fits, interval, minima, frontier, seeds, warnings.
+"""Everything the report says about one table.
+
+Free and restricted fits, interval, minima, frontier, seeds, warnings.
 
 Symbols follow Schwethelm et al. 2026 (arXiv:2604.21106).
 """
@@ -26,7 +28,8 @@ _RESTRICTED_STARTS = 200
 class Analysis:
     """The fit of one table with everything around it; `as_json` gives the machine-readable form.
 
-    restricted: the fits with φ held at 0 and at 1. frontier_reasons: r → why it has no frontier. warnings: sentences.
+    restricted: the fits with φ held at 0 and at 1, where the design allows them. frontier_reasons:
+    r → why it has no frontier. warnings: sentences.
     """
 
     fit: JointFit
@@ -52,7 +55,7 @@ class Analysis:
         return self.interval.low, self.interval.high
 
     def budgets(self) -> list[float]:
-        """The table's compute budgets, FLOPs, ascending; empty when it has none."""
+        """List the table's compute budgets, FLOPs, ascending; empty when it has none."""
         if "budget_flops" not in self.fit.runs:
             return []
         return sorted(float(value) for value in self.fit.runs["budget_flops"].dropna().unique())
@@ -69,15 +72,11 @@ def analyse(
 ) -> Analysis:
     """Fit the table freely and with φ = 0 and φ = 1, bootstrap φ, and collect what a report needs.
 
-    Arguments as in `fit.fit_joint`. Raises ValueError for a bad table or a design that cannot identify φ.
+    Arguments as in `fit.fit_joint`. Raises ValueError for a bad table or a design that cannot
+    identify φ.
     """
     fit = fit_joint(frame, split=split, loss=loss, whole=whole)
-    restricted = {
-        phi: fit_joint(
-            frame, split=split, loss=loss, phi=float(phi), whole=whole, n_starts=_RESTRICTED_STARTS
-        )
-        for phi in (0, 1)
-    }
+    restricted, refusals = _restricted(frame, split=split, loss=loss, whole=whole)
     interval = bootstrap_phi(fit, resamples=resamples, seed=seed)
     found, reasons = architectures(fit.runs)
     seeds, gaps = seed_spread(fit.runs), gaps_between_r(fit.runs)
@@ -90,24 +89,53 @@ def analyse(
         frontier_reasons=reasons,
         seeds=seeds,
         gaps=gaps,
-        warnings=tuple(
-            _fit_warnings(fit) + _interval_warnings(fit, interval) + _seed_warnings(seeds, gaps)
+        warnings=(
+            *_fit_warnings(fit),
+            *refusals,
+            *_interval_warnings(fit, interval),
+            *_seed_warnings(seeds, gaps),
         ),
     )
+
+
+def _restricted(
+    frame: pd.DataFrame, *, split: str, loss: str, whole: pd.DataFrame | None
+) -> tuple[dict[int, JointFit], list[str]]:
+    """Fit with φ held at 0 and at 1; a value that the design cannot take becomes a warning.
+
+    At φ = 1 iso-FLOPs architectures coincide, so that few widths and budgets leave too few points.
+    """
+    fits: dict[int, JointFit] = {}
+    refusals = []
+    for phi in (0, 1):
+        try:
+            fits[phi] = fit_joint(
+                frame,
+                split=split,
+                loss=loss,
+                phi=float(phi),
+                whole=whole,
+                n_starts=_RESTRICTED_STARTS,
+            )
+        except ValueError as error:
+            refusals.append(f"no fit with φ = {phi}: {error}")
+    return fits, refusals
 
 
 def _fit_warnings(fit: JointFit) -> list[str]:
     out = []
     if fit.at_bound:
         out.append(
-            f"{', '.join(fit.at_bound)} stopped on a bound of the search (E: numerically zero; α, β: 0.001 or 3; φ: ±3): "
+            f"{', '.join(fit.at_bound)} stopped on a bound of the search (E: numerically zero; α, "
+            "β: 0.001 or 3; φ: ±3): "
             "the runs do not determine it, and the other parameters depend on where the bound lies."
         )
     if fit.n_runs < 12:
         out.append(f"{fit.n_runs} runs for 6 parameters: R² and RMSE flatter the law.")
     if fit.n_at_best < 3:
         out.append(
-            f"only {fit.n_at_best} of {fit.n_starts} starts reached the best objective: it may not be the lowest."
+            f"only {fit.n_at_best} of {fit.n_starts} starts reached the best objective: it may not "
+            "be the lowest."
         )
     if "budget_flops" in fit.runs and fit.runs["budget_flops"].nunique() == 1:
         out.append(
@@ -120,7 +148,8 @@ def _fit_warnings(fit: JointFit) -> list[str]:
             else "more than a layer of its own"
         )
         out.append(
-            f"φ = {fit.law.phi:.3f} lies outside [0, 1] ({meaning}): look for noise or tuning that differs between r."
+            f"φ = {fit.law.phi:.3f} lies outside [0, 1] ({meaning}): look for noise or tuning that "
+            "differs between r."
         )
     return out
 
@@ -131,27 +160,33 @@ def _interval_warnings(fit: JointFit, interval: PhiInterval) -> list[str]:
     out = []
     if interval.high - interval.low > WIDE_INTERVAL:
         out.append(
-            f"the interval of φ is {interval.high - interval.low:.2f} wide: the table says little about φ."
+            f"the interval of φ is {interval.high - interval.low:.2f} wide: the table says little "
+            "about φ."
         )
     if interval.low <= 0 <= interval.high:
         out.append(
-            "the interval of φ covers 0: recurrences that add nothing are compatible with these runs."
+            "the interval of φ covers 0: recurrences that add nothing are compatible with these "
+            "runs."
         )
     if interval.low <= 1 <= interval.high:
         out.append(
-            "the interval of φ covers 1: recurrences as good as layers of their own are compatible with these runs."
+            "the interval of φ covers 1: recurrences as good as layers of their own are compatible "
+            "with these runs."
         )
     if interval.n_cells < FEW_CELLS:
         out.append(
-            f"{interval.n_cells} (budget, r) cells: percentiles of so few blocks are rough; add budgets or r."
+            f"{interval.n_cells} (budget, r) cells: percentiles of so few blocks are rough; add "
+            "budgets or r."
         )
     if interval.n_redrawn > 0.05 * interval.n_resamples:
         out.append(
-            f"{interval.n_redrawn} resamples had lost an r or a budget and were drawn again: the interval is optimistic."
+            f"{interval.n_redrawn} resamples had lost an r or a budget and were drawn again: the "
+            "interval is optimistic."
         )
     if interval.n_at_bound:
         out.append(
-            f"{interval.n_at_bound} of {interval.n_resamples} resamples stopped on the bound φ = ±3."
+            f"{interval.n_at_bound} of {interval.n_resamples} resamples stopped on the bound φ = "
+            "±3."
         )
     if not interval.low <= fit.law.phi <= interval.high:
         out.append("φ of all runs lies outside its own interval: a few cells dominate the fit.")
@@ -164,14 +199,18 @@ def _seed_warnings(seeds: SeedSpread | None, gaps: tuple[Gap, ...]) -> list[str]
     typical = float(np.mean([abs(gap.gap) for gap in gaps]))
     if typical <= seeds.sd:
         return [
-            f"neighbouring r differ by {typical:.4f} nats on average, no more than one run varies over seeds "
+            f"neighbouring r differ by {typical:.4f} nats on average, no more than one run varies "
+            "over seeds "
             f"({seeds.sd:.4f}): φ is mostly noise."
         ]
     return []
 
 
 def as_json(analysis: Analysis) -> dict[str, Any]:
-    """Plain JSON values: phi, phi_ci, alpha, beta, E, A, B, r2, rmse, split, n_runs at the top, details below."""
+    """Plain JSON values: phi.
+
+    Phi_ci, alpha, beta, E, A, B, r2, rmse, split, n_runs at the top, details below.
+    """
     fit, interval = analysis.fit, analysis.interval
     budgets = np.array(analysis.budgets())
     points = frontier(fit.law, analysis.architectures, budgets) if len(budgets) else pd.DataFrame()

@@ -1,8 +1,9 @@
 """Interval of φ by resampling whole (budget, r) cells.
 
-Runs of one budget and one r share what their cell has in common (learning-rate transfer, rounding of steps), so that
-resampling single runs makes intervals too short: cells are drawn with replacement. Seeds of one setting lie in one cell.
-Source: Schwethelm et al. 2026 (arXiv:2604.21106), appendix, "Bootstrap procedure".
+Runs of one budget and one r share what their cell has in common (learning-rate transfer, rounding
+of steps), so that resampling single runs makes intervals too short: cells are drawn with
+replacement. Seeds of one setting lie in one cell. Source: Schwethelm et al. 2026
+(arXiv:2604.21106), appendix, "Bootstrap procedure".
 """
 
 from dataclasses import dataclass, field
@@ -22,8 +23,9 @@ _TRIES = 50  # draws per wanted resample before giving up
 class PhiInterval:
     """Percentile interval of φ, or the reason why there is none.
 
-    low, high: 2.5th and 97.5th percentile. draws: φ of every resample [n_resamples]. n_redrawn: resamples that had lost
-    an r or a budget and were drawn again. n_at_bound: resamples whose φ stopped on the solver's bound ±3.
+    low, high: 2.5th and 97.5th percentile. draws: φ of every resample [n_resamples]. n_redrawn:
+    resamples that had lost an r or a budget and were drawn again. n_at_bound: resamples whose φ
+    stopped on the solver's bound ±3.
     """
 
     low: float | None
@@ -38,10 +40,11 @@ class PhiInterval:
 
 
 def bootstrap_phi(fit: JointFit, *, resamples: int = RESAMPLES, seed: int = 0) -> PhiInterval:
-    """Refit the law on `resamples` draws of the table's (budget_flops, r) cells and take percentiles of φ.
+    """Refit the law on draws of the table's (budget_flops, r) cells and take percentiles of φ.
 
-    The split stays as the fit computed it on the whole table. Without budget_flops, or with fewer than three cells, the
-    interval is unavailable and `reason` says why. Raises ValueError for a fit whose φ was held.
+    The split stays as the fit computed it on the whole table. Without budget_flops, or with
+    fewer than three cells, the interval is unavailable and `reason` says why. Raises ValueError
+    for a fit whose φ was held.
     """
     if fit.phi_fixed is not None:
         raise ValueError(
@@ -87,7 +90,10 @@ def bootstrap_phi(fit: JointFit, *, resamples: int = RESAMPLES, seed: int = 0) -
 
 
 def cell_membership(runs: pd.DataFrame) -> FloatArray:
-    """Which run lies in which (budget_flops, r) cell: 1 or 0. [cells, n], cells by budget, then r"""
+    """Which run lies in which (budget_flops, r) cell: 1 or 0.
+
+    [cells, n], cells by budget, then r.
+    """
     groups = runs.groupby(["budget_flops", "r"], sort=True).ngroup().to_numpy()
     return np.asarray(groups[None, :] == np.arange(groups.max() + 1)[:, None], dtype=float)
 
@@ -95,10 +101,11 @@ def cell_membership(runs: pd.DataFrame) -> FloatArray:
 def draw_cells(
     runs: pd.DataFrame, membership: FloatArray, resamples: int, seed: int
 ) -> tuple[FloatArray, int]:
-    """How often each run counts in each resample [resamples, n], and the number of draws that were thrown away.
+    """Count how often each run enters each resample, [resamples, n], and the draws thrown away.
 
-    A draw is thrown away when it has a single r, a single budget while the table has more, or fewer than six different
-    runs. Fewer rows than asked for come back when that happens to nearly all draws.
+    A draw is thrown away when it has a single r, a single budget while the table has more, or
+    fewer than six different runs. Fewer rows than asked for come back when that happens to
+    nearly all draws.
     """
     generator = np.random.default_rng(seed)
     cells = len(membership)

@@ -1,6 +1,7 @@
-"""What a run table must hold before anything is fitted; every refusal names file, row, column, value, rule and remedy.
+"""What a run table must hold before anything is fitted.
 
-Only finished runs need a valid loss: running, failed and diverged rows are left out of fits and counted.
+Every refusal names file, row, column, value, rule and remedy. Only finished runs need a valid
+loss: running, failed and diverged rows are left out of fits and counted.
 """
 
 import math
@@ -29,18 +30,20 @@ _STATUSES = ("running", "finished", "failed", "diverged")
 
 
 def refuse_bad_runs(frame: pd.DataFrame, *, loss: str = "val_loss") -> None:
-    """Raise ValueError at the first thing that makes the table unfit for any fit of the column `loss`.
+    """Raise ValueError at the first thing that makes the table unfit for fits of column `loss`.
 
-    Checked: needed columns, at least one finished run, schema version, status names, unique run_id, numbers (finite,
-    positive, whole where counts) and losses of finished runs, losses above log(vocab_size), duplicate runs, one
-    validation set.
+    Checked: needed columns, at least one finished run, schema version, status names, unique run_id,
+    numbers (finite, positive, whole where counts) and losses of finished runs, losses above
+    log(vocab_size), duplicate runs, one validation set.
     """
     source = str(frame.attrs.get("source", "the run table"))
     missing = [name for name in ("run_id", *_COUNTS, loss) if name not in frame]
     if missing:
         raise ValueError(
-            f"{source}: column {missing[0]} is missing (needed: run_id, {', '.join(_COUNTS)}, {loss}; found: "
-            f"{', '.join(str(name) for name in frame.columns) or 'none'}). Add it, or rename the column that holds it."
+            f"{source}: column {missing[0]} is missing (needed: run_id, {', '.join(_COUNTS)}, "
+            f"{loss}; found: "
+            f"{', '.join(str(name) for name in frame.columns) or 'none'}). Add it, or rename the "
+            "column that holds it."
         )
     if frame.empty:
         raise ValueError(f"{source}: the table has no rows. Write one row a run.")
@@ -54,7 +57,8 @@ def refuse_bad_runs(frame: pd.DataFrame, *, loss: str = "val_loss") -> None:
     ]
     if not finished:
         raise ValueError(
-            f"{source}: none of its {len(rows)} runs is finished. Wait for the runs, or run them again."
+            f"{source}: none of its {len(rows)} runs is finished. Wait for the runs, or run them "
+            "again."
         )
     for number, row in finished:
         _refuse_bad_numbers(source, number, row, loss)
@@ -93,13 +97,15 @@ def _refuse_bad_labels(source: str, rows: list[dict[str, Any]]) -> None:
         seen[run_id] = number
         if status_of(row) not in _STATUSES:
             raise ValueError(
-                f"{_place(source, number, row)}: status is {row['status']!r}, but must be one of {', '.join(_STATUSES)} "
+                f"{_place(source, number, row)}: status is {row['status']!r}, but must be one of "
+                f"{', '.join(_STATUSES)} "
                 "(empty means finished). Correct it."
             )
         version = row.get("schema_version")
         if not _absent(version) and str(version) not in ("1", "1.0"):
             raise ValueError(
-                f"{_place(source, number, row)}: schema_version is {version}, but this package reads version 1. "
+                f"{_place(source, number, row)}: schema_version is {version}, but this package "
+                "reads version 1. "
                 "Update the package, or write the table again with it."
             )
 
@@ -112,7 +118,8 @@ def _refuse_bad_numbers(source: str, number: int, row: Mapping[str, Any], loss: 
         value = row[column]
         if _absent(value):
             raise ValueError(
-                f"{place}: {column} is missing (NaN), but every finished run needs it. Fill it in; {drop}."
+                f"{place}: {column} is missing (NaN), but every finished run needs it. Fill it in; "
+                f"{drop}."
             )
         if isinstance(value, str | bool | np.bool_) or not isinstance(
             value, int | float | np.number
@@ -151,13 +158,14 @@ def _refuse_bad_numbers(source: str, number: int, row: Mapping[str, Any], loss: 
         ceiling = math.log(float(vocabulary))  # type: ignore[arg-type]
         if float(row[loss]) > ceiling:
             raise ValueError(
-                f"{place}: {loss} is {float(row[loss]):.3g} nats, above log(vocab_size) = {ceiling:.3g}. "
+                f"{place}: {loss} is {float(row[loss]):.3g} nats, above log(vocab_size) = "
+                f"{ceiling:.3g}. "
                 f"Losses are nats per token (--loss-unit bits converts); {drop}."
             )
 
 
 def _as_number(value: Any) -> float | None:
-    """A number that was written as text, as in a column that a stray word turned into text."""
+    """Read a number that was written as text, as in a column that a stray word turned into text."""
     if isinstance(value, bool | np.bool_):
         return None
     try:
@@ -183,8 +191,10 @@ def _refuse_duplicates(source: str, finished: list[tuple[int, dict[str, Any]]], 
         key = tuple(str(row.get(name)) for name in keys)
         if key in seen:
             raise ValueError(
-                f"{_place(source, number, row)}: the same run as row {seen[key]} under another run_id (equal variant, seed, "
-                f"budget, sizes, tokens and {loss}). A run must count once: --drop {row['run_id']} leaves it out; "
+                f"{_place(source, number, row)}: the same run as row {seen[key]} under another "
+                "run_id (equal variant, seed, "
+                f"budget, sizes, tokens and {loss}). A run must count once: --drop {row['run_id']} "
+                "leaves it out; "
                 "repeats with other seeds need their seed column."
             )
         seen[key] = number
@@ -204,6 +214,8 @@ def _refuse_mixed_validation(
             first = (number, str(value))
         elif str(value) != first[1]:
             raise ValueError(
-                f"{_place(source, number, row)}: val_fingerprint is {value}, but row {first[0]} has {first[1]}: the losses "
-                "were measured on different validation sets and cannot be compared. Evaluate all runs on one set."
+                f"{_place(source, number, row)}: val_fingerprint is {value}, but row {first[0]} "
+                f"has {first[1]}: the losses "
+                "were measured on different validation sets and cannot be compared. Evaluate all "
+                "runs on one set."
             )

@@ -1,7 +1,7 @@
 """Fit the joint law to a run table.
 
-Symbols follow Schwethelm et al. 2026 (arXiv:2604.21106): N_once, N_rec parameters, r recurrences, D tokens, L loss in
-nats per token. R² and errors are in nats of loss, not of its logarithm.
+Symbols follow Schwethelm et al. 2026 (arXiv:2604.21106): N_once, N_rec parameters, r recurrences, D
+tokens, L loss in nats per token. R² and errors are in nats of loss, not of its logarithm.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,10 @@ from .split import split_parameters
 
 @dataclass(frozen=True, kw_only=True)
 class Residuals:
-    """Observed − predicted loss of the runs of one r, in nats: mean, largest size, root mean square."""
+    """Observed − predicted loss of the runs of one r, in nats.
+
+    Mean, largest size, root mean square.
+    """
 
     r: int
     n_runs: int
@@ -32,10 +35,11 @@ class Residuals:
 class JointFit:
     """The joint law fitted to a table, with what the fit used and how well it describes the runs.
 
-    phi_fixed: the value φ was held at, None when it was fitted. n_left_out: other runs by status. r2, rmse: in nats on
-    loss. objective: sum of Huber terms of the log residuals. n_at_best: starts that reached the optimum. at_bound: names
-    of parameters that stopped on a bound. runs: one row per fitted run with the split applied (run_id, r, n_once, n_rec,
-    tokens, loss, predicted, residual, and budget_flops, hidden_size, train_flops_per_token, seed where the table has them).
+    phi_fixed: the value φ was held at, None when it was fitted. n_left_out: other runs by status.
+    r2, rmse: in nats on loss. objective: sum of Huber terms of the log residuals. n_at_best: starts
+    that reached the optimum. at_bound: names of parameters that stopped on a bound. runs: one row
+    per fitted run with the split applied (run_id, r, n_once, n_rec, tokens, loss, predicted,
+    residual, and budget_flops, hidden_size, train_flops_per_token, seed where the table has them).
     """
 
     law: JointLaw
@@ -74,10 +78,10 @@ def fit_joint(
 ) -> JointFit:
     """Fit L = E + A·(N_once + r^φ·N_rec)^−α + B·D^−β  (eq. 3) to the finished runs of a table.
 
-    `split` says what N_once and N_rec are (`split.SPLITS`); for "regression" it is computed on `whole`, the table that
-    `frame` is a subset of (default: `frame`). `loss` is the fitted column, nats per token. `phi` holds φ at a value.
-    Raises ValueError for a bad table or a design that cannot identify the parameters.
-    Source: Schwethelm et al. 2026, eq. 3 and 4.
+    `split` says what N_once and N_rec are (`split.SPLITS`); for "regression" it is computed on
+    `whole`, the table that `frame` is a subset of (default: `frame`). `loss` is the fitted column,
+    nats per token. `phi` holds φ at a value. Raises ValueError for a bad table or a design that
+    cannot identify the parameters. Source: Schwethelm et al. 2026, eq. 3 and 4.
     """
     refuse_bad_runs(frame, loss=loss)
     runs = fitted_runs(frame, split=split, loss=loss, whole=whole)
@@ -97,7 +101,8 @@ def fit_joint(
         r2=1.0 - float(np.sum(residual**2)) / spread if spread > 0 else float("nan"),
         rmse=float(np.sqrt(np.mean(residual**2))),
         residuals=tuple(
-            _residuals(int(r), group["residual"].to_numpy()) for r, group in runs.groupby("r")
+            _residuals(int(group["r"].iloc[0]), group["residual"].to_numpy())
+            for _, group in runs.groupby("r")
         ),
         objective=solution.objective,
         delta=delta,
@@ -113,8 +118,9 @@ def fit_joint(
 def fitted_runs(
     frame: pd.DataFrame, *, split: str, loss: str = "val_loss", whole: pd.DataFrame | None = None
 ) -> pd.DataFrame:
-    """The finished runs with the split applied: run_id, r, n_once, n_rec, n, tokens, loss and the columns plots need.
+    """Take the finished runs and apply the split.
 
+    Columns: run_id, r, n_once, n_rec, n, tokens, loss and those that plots and intervals need.
     n is n_once + n_rec of the table (the model's own parameters), whatever the split.
     """
     finished = frame[is_finished(frame)]
@@ -138,7 +144,7 @@ def fitted_runs(
 
 
 def design_of(runs: pd.DataFrame) -> Design:
-    """The solver's view of a table of fitted runs."""
+    """Turn a table of fitted runs into the solver's view."""
     columns = {
         name: runs[name].to_numpy(dtype=float)
         for name in ("n_once", "n_rec", "r", "tokens", "loss")
@@ -147,7 +153,7 @@ def design_of(runs: pd.DataFrame) -> Design:
 
 
 def predict(law: JointLaw, runs: pd.DataFrame) -> FloatArray:
-    """The law's loss for a table of fitted runs, nats per token. [n]"""
+    """Predict the loss of a table of fitted runs, nats per token, [n]."""
     n_once, n_rec, r, tokens = (
         runs[name].to_numpy(dtype=float) for name in ("n_once", "n_rec", "r", "tokens")
     )

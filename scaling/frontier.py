@@ -1,8 +1,9 @@
-"""Compute-optimal frontier: the law's smallest loss at a budget, with each architecture's exact FLOPs per token.
+"""Compute-optimal frontier: the smallest loss at a budget, with exact FLOPs per token.
 
-For one r the training FLOPs per token, N_once and N_rec are polynomials in the hidden size d (1, d, d²); they are read off
-the table's own columns, and L(N(d), D = C / F(d)) is minimised over d, which may be fractional.
-Symbols: C budget in FLOPs, F training FLOPs per token, D tokens, N parameters (count), L loss in nats per token.
+For one r the training FLOPs per token, N_once and N_rec are polynomials in the hidden size d (d
+and d²); they are read off the table's own columns, and L(N(d), D = C / F(d)) is minimised over
+d, which may be fractional. Symbols: C budget in FLOPs, F training FLOPs per token, D tokens, N
+parameters (count), L loss in nats per token.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,10 @@ _TOLERANCE = 1e-3  # largest relative error of a polynomial at the table's own w
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One r as a function of the hidden size d: coefficients of (d, d²) and the widths of the table."""
+    """One r as a function of the hidden size d.
+
+    Coefficients of (d, d²) and the widths of the table.
+    """
 
     r: int
     flops: tuple[float, float]
@@ -39,7 +43,10 @@ class Architecture:
 
 @dataclass(frozen=True, kw_only=True)
 class FrontierPoint:
-    """The compute-optimal model of one r at one budget: width, N = N_once + N_rec, N_eff, tokens and loss."""
+    """The compute-optimal model of one r at one budget.
+
+    Width, N = N_once + N_rec, N_eff, tokens and loss.
+    """
 
     budget_flops: float
     r: int
@@ -51,11 +58,14 @@ class FrontierPoint:
 
 
 def architectures(runs: pd.DataFrame) -> tuple[tuple[Architecture, ...], dict[int, str]]:
-    """Every r of a table of fitted runs as polynomials in d, and for the others the reason why not."""
+    """Every r of a table of fitted runs as polynomials in d.
+
+    For the others the reason why not.
+    """
     found: list[Architecture] = []
     reasons: dict[int, str] = {}
-    for key, group in runs.groupby("r", sort=True):
-        r = int(key)  # type: ignore[call-overload]
+    for _, group in runs.groupby("r", sort=True):
+        r = int(group["r"].iloc[0])
         reason = _missing(group)
         if reason is None:
             widths = group["hidden_size"].to_numpy(dtype=float)
@@ -66,7 +76,10 @@ def architectures(runs: pd.DataFrame) -> tuple[tuple[Architecture, ...], dict[in
             fits = {name: _polynomial(widths, values) for name, values in columns.items()}
             worst = max(error for _, error in fits.values())
             if worst > _TOLERANCE:
-                reason = f"no polynomial in the width (off by {worst:.1%}): several architectures share this r"
+                reason = (
+                    f"no polynomial in the width (off by {worst:.1%}): "
+                    "several architectures share this r"
+                )
             else:
                 found.append(
                     Architecture(
@@ -93,7 +106,10 @@ def _missing(group: pd.DataFrame) -> str | None:
 
 
 def _polynomial(width: FloatArray, values: FloatArray) -> tuple[tuple[float, float], float]:
-    """Least squares of values = c1·d + c2·d² in relative error; the coefficients and the largest relative error."""
+    """Fit values = c1·d + c2·d² by least squares in relative error.
+
+    Returns (c1, c2) and the largest relative error at the table's widths.
+    """
     scale = np.maximum(np.abs(values), 1.0)
     unit = width / width.max()
     basis = np.stack([unit, unit**2], axis=1) / scale[:, None]
@@ -103,14 +119,14 @@ def _polynomial(width: FloatArray, values: FloatArray) -> tuple[tuple[float, flo
 
 
 def optimum(law: JointLaw, architecture: Architecture, budget_flops: float) -> FrontierPoint:
-    """N*(C), D*(C) and L*(C) of one architecture, by minimising the law's loss over the width at budget C."""
+    """Minimise the law's loss over the width at budget C: N*(C), D*(C), L*(C) of one r."""
 
     def loss(log_width: FloatArray | float) -> FloatArray:
         flops, n_once, n_rec = architecture.at(np.exp(log_width))
         return np.asarray(law.loss(n_once, n_rec, architecture.r, budget_flops / flops))
 
     grid = np.linspace(
-        np.log(architecture.smallest / _WIDEN), np.log(architecture.largest * _WIDEN), 400
+        np.log(architecture.smallest / _WIDEN), np.log(architecture.largest * _WIDEN), 120
     )
     best = int(np.argmin(loss(grid)))
     bracket = (float(grid[max(best - 1, 0)]), float(grid[min(best + 1, len(grid) - 1)]))
@@ -131,7 +147,10 @@ def optimum(law: JointLaw, architecture: Architecture, budget_flops: float) -> F
 
 
 def frontier(law: JointLaw, found: tuple[Architecture, ...], budgets: FloatArray) -> pd.DataFrame:
-    """Compute-optimal points of every architecture at every budget, one row each (the fields of `FrontierPoint`)."""
+    """Compute-optimal points of every architecture at every budget.
+
+    One row each (the fields of `FrontierPoint`).
+    """
     return pd.DataFrame(
         [vars(optimum(law, one, float(budget))) for one in found for budget in budgets]
     )

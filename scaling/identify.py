@@ -10,25 +10,29 @@ from .objective import Design, evaluate
 
 
 def refuse_unidentifiable(design: Design, phi: float | None, where: str = "the run table") -> None:
-    """Raise ValueError when no data at these (N, r, D) could determine the parameters; φ is free when `phi` is None.
+    """Raise ValueError when no losses at these (N, r, D) could determine the parameters.
 
-    E + A·N^−α alone needs three different N, B·D^−β three different D, φ two different r, and all of them together as
-    many different runs as there are parameters. D must not be one multiple of N throughout: then the two terms cannot
-    be told apart.
+    φ is free when `phi` is None. E + A·N^−α alone needs three different N, B·D^−β three
+    different D, φ two different r, and all of them together as many different runs as there are
+    parameters. D must not be one multiple of N throughout: then the two terms cannot be told
+    apart.
     """
     parameters = 6 if phi is None else 5
     r = _distinct(design.log_r)
     if phi is None and len(r) < 2:
         found = ", ".join(f"{value:g}" for value in np.round(np.exp(r), 9))
         raise ValueError(
-            f"{where}: all runs have recurrences = {found}, but φ says how runs of different r compare and needs at least "
-            "two different r. Add runs at another r, for example r = 1 with the same executed layers."
+            f"{where}: all runs have recurrences = {found}, but φ says how runs of different r "
+            "compare and needs at least "
+            "two different r. Add runs at another r, for example r = 1 with the same executed "
+            "layers."
         )
     log_n = np.log(design.once + design.rec)
     points = np.unique(np.round(np.stack([log_n, design.log_r, design.log_d]), 9), axis=1).shape[1]
     if points < parameters:
         raise ValueError(
-            f"{where}: {points} different runs (N, r, tokens), but the law has {parameters} free parameters and needs at "
+            f"{where}: {points} different runs (N, r, tokens), but the law has {parameters} free "
+            "parameters and needs at "
             f"least as many. Add runs at other widths, budgets or r."
         )
     for name, values, terms in (
@@ -43,12 +47,14 @@ def refuse_unidentifiable(design: Design, phi: float | None, where: str = "the r
             )
     if len(_distinct(design.log_d - log_n)) < 2:
         raise ValueError(
-            f"{where}: every run has the same tokens per parameter (D/N), so that the terms A·N^−α and B·D^−β cannot be "
+            f"{where}: every run has the same tokens per parameter (D/N), so that the terms A·N^−α "
+            "and B·D^−β cannot be "
             "told apart. Add runs with more or fewer tokens at the same width."
         )
     if _rank(design, phi) < parameters:
         raise ValueError(
-            f"{where}: the runs' (N, r, D) leave a combination of the law's {parameters} parameters undetermined. "
+            f"{where}: the runs' (N, r, D) leave a combination of the law's {parameters} "
+            "parameters undetermined. "
             "Cross the widths with at least two budgets and two r."
         )
 
@@ -62,7 +68,7 @@ def _rank(design: Design, phi: float | None) -> int:
     e = float(np.mean(design.log_loss)) - 0.7
     theta = np.array([[e - 0.7, e - 0.7, e, 0.3, 0.35, 0.5 if phi is None else phi]])
     rows = np.repeat(theta, design.n, axis=0)
-    # Least squares on one run at a time: the gradient is then residual · ∇prediction; a residual of 1 gives ∇prediction.
+    # One run at a time with a residual of 1 inside a wide δ: the gradient is then ∇prediction.
     level = np.exp(design.log_r * theta[0, 5]) * design.rec + design.once
     prediction = np.log(
         np.exp(theta[0, 0]) * level**-0.3 + np.exp(theta[0, 1] - 0.35 * design.log_d) + np.exp(e)

@@ -1,7 +1,8 @@
 """Iso-FLOPs minima: a parabola in log N through the runs of each (budget, r) cell.
 
-Descriptive only: such minima are biased when α ≠ β or when the widths lie to one side (arXiv:2603.22339); take
-compute-optimal sizes from the law (`frontier`). Symbols: N = n_once + n_rec parameters (count), C budget in FLOPs.
+Descriptive only: such minima are biased when α ≠ β or when the widths lie to one side
+(arXiv:2603.22339); take compute-optimal sizes from the law (`frontier`). Symbols: N = n_once +
+n_rec parameters (count), C budget in FLOPs.
 """
 
 from dataclasses import dataclass
@@ -12,10 +13,11 @@ import pandas as pd
 
 @dataclass(frozen=True, kw_only=True)
 class IsoFlopsMinimum:
-    """Least-squares parabola loss = c0 + c1·u + c2·u², u = log(N / centre), of one (budget, r) cell.
+    """Least-squares parabola c0 + c1·u + c2·u², u = log(N / centre), of one (budget, r) cell.
 
-    n, loss: the minimum's parameters and nats per token, None when it is not determined; then `reason` says why.
-    coefficients: (c0, c1, c2), None with fewer than three sizes. n_sizes: different N in the cell.
+    n, loss: the minimum's parameters and nats per token, None when it is not determined; then
+    `reason` says why. coefficients: (c0, c1, c2), None with fewer than three sizes. n_sizes:
+    different N in the cell.
     """
 
     budget_flops: float
@@ -30,18 +32,19 @@ class IsoFlopsMinimum:
 
 
 def isoflops_minima(runs: pd.DataFrame) -> tuple[IsoFlopsMinimum, ...]:
-    """Minimum of every (budget_flops, r) cell of a table of fitted runs (`fit.fitted_runs`), by budget, then r.
+    """Fit a parabola to every (budget_flops, r) cell of a table of fitted runs.
 
-    Empty when the table has no budgets. A cell with fewer than three sizes, a parabola that opens downwards, or a vertex
-    outside the sizes tried is marked as not determined.
+    Cells come by budget, then r; none when the table has no budgets. A cell with fewer than
+    three sizes, a parabola that opens downwards, or a vertex outside the sizes tried is marked
+    as not determined.
     """
     if "budget_flops" not in runs:
         return ()
     cells = runs.dropna(subset=["budget_flops"]).groupby(["budget_flops", "r"], sort=True)
-    return tuple(_minimum(float(key[0]), int(key[1]), cell) for key, cell in cells)  # type: ignore[index]
+    return tuple(_minimum(cell) for _, cell in cells)
 
 
-def _minimum(budget: float, r: int, cell: pd.DataFrame) -> IsoFlopsMinimum:
+def _minimum(cell: pd.DataFrame) -> IsoFlopsMinimum:
     log_n, loss = np.log(cell["n"].to_numpy(dtype=float)), cell["loss"].to_numpy(dtype=float)
     centre = float(log_n.mean())
     sizes = len(np.unique(np.round(log_n, 9)))
@@ -65,8 +68,8 @@ def _minimum(budget: float, r: int, cell: pd.DataFrame) -> IsoFlopsMinimum:
         else:
             n, lowest = float(np.exp(centre + vertex)), c0 + c1 * vertex / 2
     return IsoFlopsMinimum(
-        budget_flops=budget,
-        r=r,
+        budget_flops=float(cell["budget_flops"].iloc[0]),
+        r=int(cell["r"].iloc[0]),
         n_runs=len(cell),
         n_sizes=sizes,
         n=n,

@@ -1,7 +1,8 @@
 """Parametric loss laws.
 
-Symbols follow Schwethelm et al. 2026 (arXiv:2604.21106): N_once parameters executed once per token, N_rec parameters
-shared by the recurrences (counts), r recurrences, D tokens, L loss in nats per token. Arrays run over runs, [n].
+Symbols follow Schwethelm et al. 2026 (arXiv:2604.21106): N_once parameters executed once per token,
+N_rec parameters shared by the recurrences (counts), r recurrences, D tokens, L loss in nats per
+token. Arrays run over runs, [n].
 """
 
 from dataclasses import dataclass, fields
@@ -27,11 +28,14 @@ class Chinchilla:
     beta: float
 
     def __post_init__(self) -> None:
-        """Refuse parameters that are no law: E < 0, or A, B, α, β ≤ 0, or one that is not finite."""
+        """Refuse parameters that are no law.
+
+        E < 0, or A, B, α, β ≤ 0, or one that is not finite.
+        """
         _check(self)
 
     def loss(self, n: Array, tokens: Array) -> Array:
-        """Predicted validation loss, nats per token. [n] → [n]
+        """Predicted validation loss, nats per token. [n] → [n].
 
         >>> law = Chinchilla(E=1.8172, A=482.01, alpha=0.3478, B=2085.43, beta=0.3658)
         >>> round(float(law.loss(70e9, 1.4e12)), 2)
@@ -44,8 +48,8 @@ class Chinchilla:
 class JointLaw:
     """L = E + A·(N_once + r^φ·N_rec)^−α + B·D^−β  (eq. 3).
 
-    E, A, B in nats (A and B carry the units of N^α and D^β); α, β, φ without unit. φ = 0 says that a recurrence adds
-    nothing, φ = 1 that it is worth a layer with its own weights.
+    E, A, B in nats (A and B carry the units of N^α and D^β); α, β, φ without unit. φ = 0 says that
+    a recurrence adds nothing, φ = 1 that it is worth a layer with its own weights.
     """
 
     E: float
@@ -56,15 +60,21 @@ class JointLaw:
     phi: float
 
     def __post_init__(self) -> None:
-        """Refuse parameters that are no law: E < 0, or A, B, α, β ≤ 0, or one that is not finite."""
+        """Refuse parameters that are no law.
+
+        E < 0, or A, B, α, β ≤ 0, or one that is not finite.
+        """
         _check(self)
 
     def effective_parameters(self, n_once: Array, n_rec: Array, r: Array) -> Array:
-        """Parameters of the unlooped model with the same capacity, N_once + r^φ·N_rec. [n] → [n]"""
+        """Parameters of the unlooped model with the same capacity, N_once + r^φ·N_rec.
+
+        [n] → [n].
+        """
         return n_once + r**self.phi * n_rec
 
     def loss(self, n_once: Array, n_rec: Array, r: Array, tokens: Array) -> Array:
-        """Predicted validation loss, nats per token. [n] → [n]
+        """Predicted validation loss, nats per token. [n] → [n].
 
         >>> law = JointLaw(E=1.57, A=28.0, alpha=0.199, B=916.0, beta=0.369, phi=0.46)
         >>> round(float(law.loss(20e6, 20e6, 4, 1e9)), 2)

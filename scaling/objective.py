@@ -1,8 +1,9 @@
-"""The Huber objective of the joint law with its exact gradient and Hessian, for many parameter rows at once.
+"""The Huber objective of the joint law with its exact gradient and Hessian, row by row.
 
-Symbols: θ = (a, b, e, α, β, φ) in logs centred on the table; z₁ = a − α·log N_eff, z₂ = b − β·log D, z₃ = e;
-ρ = LSE(z) − log L the log residual; p = softmax(z); q = r^φ·N_rec/N_eff the share of the shared block.
-Shapes: R parameter rows, n runs. Source: Schwethelm et al. 2026 (arXiv:2604.21106), eq. 3 and 4.
+Symbols: θ = (a, b, e, α, β, φ) in logs centred on the table; z₁ = a − α·log N_eff, z₂ = b −
+β·log D, z₃ = e; ρ = LSE(z) − log L the log residual; p = softmax(z); q = r^φ·N_rec/N_eff the
+share of the shared block. Shapes: R parameter rows, n runs. Source: Schwethelm et al. 2026
+(arXiv:2604.21106), eq. 3 and 4.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from .laws import FloatArray
 
+_CHUNK = 125  # rows at once: larger batches leave the cache
 NAMES = ("A", "B", "E", "alpha", "beta", "phi")
 
 
@@ -19,7 +21,8 @@ NAMES = ("A", "B", "E", "alpha", "beta", "phi")
 class Design:
     """Runs as the solver sees them, all arrays [n]; build it with `Design.of`.
 
-    once, rec: N_once and N_rec divided by exp(mean_log_n); log_r, log_d, log_loss natural logs, log_d centred.
+    once, rec: N_once and N_rec divided by exp(mean_log_n); log_r, log_d, log_loss natural logs,
+    log_d centred.
     """
 
     once: FloatArray
@@ -40,7 +43,10 @@ class Design:
         tokens: FloatArray,
         loss: FloatArray,
     ) -> "Design":
-        """Build from counts and nats per token, all [n] and positive (one of n_once, n_rec may be 0)."""
+        """Build from counts and nats per token.
+
+        All [n] and positive (one of n_once, n_rec may be 0).
+        """
         n_once, n_rec = np.asarray(n_once, dtype=float), np.asarray(n_rec, dtype=float)
         log_n = np.log(n_once + n_rec)
         log_d = np.log(np.asarray(tokens, dtype=float))
@@ -80,7 +86,7 @@ class Derivatives:
         )
 
     def where(self, choose: NDArray[np.bool_], other: "Derivatives") -> "Derivatives":
-        """These rows where `choose` [R] is true, the other's elsewhere."""
+        """Take these rows where `choose` [R] is true, the other's elsewhere."""
         return Derivatives(
             f=np.where(choose, self.f, other.f),
             gradient=np.where(choose[:, None], self.gradient, other.gradient),
@@ -89,7 +95,7 @@ class Derivatives:
         )
 
     def replaced(self, at: NDArray[np.bool_], rows: "Derivatives") -> "Derivatives":
-        """A copy whose rows at `at` [R] are `rows`."""
+        """Copy, with `rows` in place of the rows at `at` [R]."""
         copy = [value.copy() for value in (self.f, self.gradient, self.hessian, self.majoriser)]
         for value, new in zip(
             copy, (rows.f, rows.gradient, rows.hessian, rows.majoriser), strict=True
@@ -103,9 +109,30 @@ def evaluate(
 ) -> Derivatives:
     """f, ∇f and a Hessian at every row of `theta` [R, 6] under its row of `weights` [R, n].
 
-    Rows where `exact` [R] is true get ∇²f = Σ (ψ′ − ψ)·g·gᵀ + ψ·Σ_k (p_k·c_k·c_kᵀ + p_k·∇²z_k), with c_k = ∇z_k,
-    g = Σ_k p_k·c_k = ∇LSE and ψ = w·Huber′; the others the majoriser Σ w·min(1, δ/|ρ|)·g·gᵀ, positive semidefinite.
+    Rows where `exact` [R] is true get ∇²f = Σ (ψ′ − ψ)·g·gᵀ + ψ·Σ_k (p_k·c_k·c_kᵀ + p_k·∇²z_k),
+    with c_k = ∇z_k, g = Σ_k p_k·c_k = ∇LSE and ψ = w·Huber′; the others the majoriser Σ w·min(1,
+    δ/|ρ|)·g·gᵀ, positive semidefinite.
     """
+    parts = [slice(at, at + _CHUNK) for at in range(0, len(theta), _CHUNK)]
+    done = [_evaluate(design, theta[p], weights[p], delta, exact[p]) for p in parts]
+    if len(done) == 1:
+        return done[0]
+    return Derivatives(
+        f=np.concatenate([one.f for one in done]),
+        gradient=np.concatenate([one.gradient for one in done]),
+        hessian=np.concatenate([one.hessian for one in done]),
+        majoriser=np.concatenate([one.majoriser for one in done]),
+    )
+
+
+def _evaluate(
+    design: Design,
+    theta: FloatArray,
+    weights: FloatArray,
+    delta: float,
+    exact: NDArray[np.bool_],
+) -> Derivatives:
+    """Evaluate one chunk of rows, small enough for its arrays [R, 6, n] to stay in the cache."""
     a, b, e, alpha, beta, phi = (theta[:, k : k + 1] for k in range(6))  # [R, 1]
     looped = np.exp(phi * design.log_r) * design.rec  # [R, n]
     n_eff = design.once + looped
@@ -152,7 +179,10 @@ def _curvature(
     share: FloatArray,
     alpha: FloatArray,
 ) -> FloatArray:
-    """Σ_i ψ_i·Σ_k (p_k·c_k·c_kᵀ + p_k·∇²z_k), the part of the Hessian beyond the outer product of ∇LSE. [R, 6, 6]"""
+    """Σ_i ψ_i·Σ_k (p_k·c_k·c_kᵀ + p_k·∇²z_k).
+
+    The part of the Hessian beyond the outer product of ∇LSE. [R, 6, 6].
+    """
     bend_n, bend_d, bend_e = psi * g[:, 0], psi * g[:, 1], psi * g[:, 2]  # ψ·p_k, [R, n]
     c_a, c_phi = -log_n, -alpha * slope  # ∂z₁/∂α and ∂z₁/∂φ; ∂z₁/∂a = 1
     out = np.zeros((len(psi), 6, 6))

@@ -1,4 +1,7 @@
-"""Write one table's analysis to a directory: report.txt, fit.json and three PNGs. The CLI and the sweep share it."""
+"""Write one table's analysis to a directory: report.txt, fit.json and three PNGs.
+
+The CLI and the sweep share it.
+"""
 
 import json
 import os
@@ -17,10 +20,11 @@ def write_outputs(
     split: str = "text",
     loss: str = "val_loss",
 ) -> Analysis:
-    """Analyse a run table and write `report.txt`, `fit.json`, `isoflops.png`, `frontier.png`, `predicted.png`.
+    """Analyse a run table and write its report, numbers and figures to `out_dir`.
 
-    Returns the analysis: `.phi`, `.phi_ci`, `.fit`, `.warnings`. Nothing is written when the table cannot be fitted;
-    raises the ValueError that says why.
+    Files: `report.txt`, `fit.json`, `isoflops.png`, `frontier.png`, `predicted.png`. Returns
+    the analysis: `.phi`, `.phi_ci`, `.fit`, `.warnings`. Nothing is written when the table
+    cannot be fitted; raises the ValueError that says why.
     """
     analysis = analyse(frame, split=split, loss=loss)
     out_dir = Path(out_dir)

@@ -1,19 +1,22 @@
 """Figures of one analysis: iso-FLOPs curves, frontier against compute, predicted against observed.
 
-Every function returns a `Figure` without touching pyplot's global state; `save` writes it. Colours are Okabe and Ito's
-palette, which colour-blind readers can tell apart; every r also has its own marker.
+Every function returns a `Figure` without touching pyplot's global state; `save` writes it. Colours
+are Okabe and Ito's palette, which colour-blind readers can tell apart; every r also has its own
+marker.
 """
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from .analysis import Analysis
 from .frontier import frontier
@@ -25,12 +28,16 @@ _DPI = 150
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a figure as PNG at 150 dpi; readers see the old file or the new one, never half of it."""
+    """Write a figure as PNG at 150 dpi; readers see the old file or the new one.
+
+    Never half of it.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part")
     try:
-        FigureCanvasAgg(figure).print_png(str(temporary), metadata={"Software": "hf-looped"})
+        FigureCanvasAgg(figure)
+        figure.savefig(temporary, format="png", dpi=_DPI)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -39,7 +46,8 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
 def isoflops_figure(analysis: Analysis) -> Figure:
     """One panel a budget: loss against N for every r, the parabolas and their minima (stars).
 
-    A cell whose minimum is not determined keeps its points and has its parabola dotted, without a star.
+    A cell whose minimum is not determined keeps its points and has its parabola dotted, without a
+    star.
     """
     budgets = analysis.budgets()
     columns = min(3, max(1, len(budgets)))
@@ -97,11 +105,11 @@ def isoflops_figure(analysis: Analysis) -> Figure:
     return figure
 
 
-def _parabola(axis: Axes, minimum: IsoFlopsMinimum, runs: "object", colour: str) -> None:
+def _parabola(axis: Axes, minimum: IsoFlopsMinimum, runs: pd.DataFrame, colour: str) -> None:
     if minimum.coefficients is None:
         return
     c0, c1, c2 = minimum.coefficients
-    cell = runs[(runs["budget_flops"] == minimum.budget_flops) & (runs["r"] == minimum.r)]  # type: ignore[index]
+    cell = runs[(runs["budget_flops"] == minimum.budget_flops) & (runs["r"] == minimum.r)]
     log_n = np.linspace(np.log(cell["n"].min()) - 0.05, np.log(cell["n"].max()) + 0.05, 100)
     u = log_n - np.log(minimum.centre)
     style = "-" if minimum.n is not None else ":"
@@ -120,10 +128,11 @@ def _parabola(axis: Axes, minimum: IsoFlopsMinimum, runs: "object", colour: str)
 
 
 def frontier_figure(analysis: Analysis) -> Figure:
-    """Left: smallest loss against compute for every r. Right: its distance to the smallest r at the same compute.
+    """Left: smallest loss against compute for every r. Right: its distance to the smallest r.
 
-    Solid: the fitted law; dashed: the law refitted with φ = 1, under which looped and unlooped models nearly coincide;
-    markers: parabola minima.
+    Solid: the fitted law; dashed: the law refitted with φ = 1, under which looped and unlooped
+    models nearly coincide (the fitted law with φ = 1 where a refit is not possible); markers:
+    parabola minima.
     """
     figure = _figure(10.4, 4.9)
     budgets = analysis.budgets()
@@ -131,15 +140,14 @@ def frontier_figure(analysis: Analysis) -> Figure:
         reason = next(iter(analysis.frontier_reasons.values()), "the table has no budget_flops")
         _say(figure.add_subplot(), f"No frontier: {reason}")
         return figure
-    left, right = figure.subplots(1, 2)
+    left, right = figure.subplots(1, 2, gridspec_kw={"wspace": 0.06})
     styles = _styles(analysis)
-    compute = np.geomspace(budgets[0] / 1.3, budgets[-1] * 1.3, 60)
+    compute = np.geomspace(budgets[0] / 1.3, budgets[-1] * 1.3, 25)
     found = analysis.architectures
     base = found[0].r
-    for style, law, width in (
-        ("-", analysis.fit.law, 1.8),
-        ("--", analysis.restricted[1].law, 1.2),
-    ):
+    held = analysis.restricted[1].law if 1 in analysis.restricted else None
+    full_worth = held or replace(analysis.fit.law, phi=1.0)
+    for style, law, width in (("-", analysis.fit.law, 1.8), ("--", full_worth, 1.2)):
         curves = frontier(law, found, compute)
         reference = curves.loc[curves["r"] == base, "loss"].to_numpy()
         for one in found:
@@ -149,48 +157,84 @@ def frontier_figure(analysis: Analysis) -> Figure:
                 right.plot(
                     compute, loss - reference, style, color=styles[one.r][0], linewidth=width
                 )
-    lowest = {(m.budget_flops, m.r): m.loss for m in analysis.minima if m.loss is not None}
-    for (budget, r), loss in lowest.items():
-        colour, marker = styles[r]
-        left.plot(
-            budget,
-            loss,
-            marker,
-            color=colour,
-            markersize=6,
-            markeredgecolor="white",
-            markeredgewidth=0.5,
-        )
-        if r != base and (budget, base) in lowest:
-            right.plot(budget, loss - lowest[budget, base], marker, color=colour, markersize=6)
+    hollow = _frontier_points(analysis, left, right, base)
     left.set_ylabel("Compute-optimal loss (nats per token)")
     right.set_ylabel(f"Loss above r = {base} at equal compute (nats)")
     right.axhline(0.0, color=styles[base][0], linewidth=1.0)
     for axis in (left, right):
-        axis.set_xscale("log")
-        axis.set_xlabel("Training compute C (FLOPs)")
+        _compute_axis(axis, budgets)
         _finish(axis)
-    handles = [
-        Line2D([], [], color=colour, marker=marker, markersize=6, label=f"r = {r}")
-        for r, (colour, marker) in styles.items()
-    ]
-    handles += [
-        Line2D([], [], color="0.25", label=f"law, φ = {analysis.phi:.3f}"),
-        Line2D([], [], color="0.25", linestyle="--", label="law with φ = 1"),
-    ]
-    if lowest:
-        handles.append(
-            Line2D([], [], color="0.25", marker="o", linestyle="", label="parabola minimum")
-        )
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=min(len(handles), 7), frameon=False
-    )
+    _frontier_legend(figure, analysis, hollow=hollow, refitted=held is not None)
     figure.suptitle(_phi_title(analysis), fontsize=11)
     return figure
 
 
+def _frontier_legend(figure: Figure, analysis: Analysis, *, hollow: bool, refitted: bool) -> None:
+    handles = [
+        Line2D([], [], color=colour, marker=marker, markersize=6, label=f"r = {r}")
+        for r, (colour, marker) in _styles(analysis).items()
+    ]
+    handles += [
+        Line2D([], [], color="0.25", label=f"law, φ = {analysis.phi:.3f}"),
+        Line2D(
+            [],
+            [],
+            color="0.25",
+            linestyle="--",
+            label="refit with φ = 1" if refitted else "same law, φ = 1",
+        ),
+    ]
+    for face, label, present in (
+        ("0.25", "parabola minimum", any(one.loss is not None for one in analysis.minima)),
+        ("none", "best run (no minimum)", hollow),
+    ):
+        if present:
+            handles.append(
+                Line2D(
+                    [],
+                    [],
+                    color="0.25",
+                    marker="o",
+                    markerfacecolor=face,
+                    linestyle="",
+                    label=label,
+                )
+            )
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=math.ceil(len(handles) / 2) if hollow or len(handles) > 7 else len(handles),
+        frameon=False,
+    )
+
+
+def _frontier_points(analysis: Analysis, left: Axes, right: Axes, base: int) -> bool:
+    """Mark each cell's parabola minimum, or hollow its best run; true with hollow ones."""
+    runs, styles = analysis.fit.runs, _styles(analysis)
+    best = runs.groupby(["budget_flops", "r", "n"])["loss"].mean().groupby(level=[0, 1]).min()
+    points: dict[tuple[float, int], tuple[float, bool]] = {}
+    for one in analysis.minima:
+        cell = (one.budget_flops, one.r)
+        found = one.loss is not None
+        points[cell] = (float(one.loss if one.loss is not None else best[cell]), found)
+    for (budget, r), (loss, found) in points.items():
+        colour, marker = styles[r]
+        face = colour if found else "none"
+        left.plot(budget, loss, marker, color=colour, markersize=6, markerfacecolor=face)
+        if r != base and (budget, base) in points:
+            reference, both = points[budget, base]
+            face = colour if found and both else "none"
+            right.plot(
+                budget, loss - reference, marker, color=colour, markersize=6, markerfacecolor=face
+            )
+    return not all(found for _, found in points.values())
+
+
 def predicted_figure(analysis: Analysis) -> Figure:
-    """Left: predicted against observed loss, with the diagonal. Right: residuals against observed loss."""
+    """Left: predicted against observed loss, with the diagonal.
+
+    Right: residuals against observed loss.
+    """
     figure = _figure(10.4, 4.6)
     left, right = figure.subplots(1, 2)
     runs = analysis.fit.runs
@@ -212,7 +256,8 @@ def predicted_figure(analysis: Analysis) -> Figure:
         _finish(axis)
     left.legend(frameon=False)
     figure.suptitle(
-        f"{_phi_title(analysis)}   R² = {analysis.fit.r2:.4f}   RMSE = {analysis.fit.rmse:.4f} nats   "
+        f"{_phi_title(analysis)}   R² = {analysis.fit.r2:.4f}   RMSE = {analysis.fit.rmse:.4f} "
+        "nats   "
         f"{analysis.fit.n_runs} runs",
         fontsize=11,
     )
@@ -242,7 +287,18 @@ def _count_axis(axis: Axes) -> None:
     subs = (1.0, 2.0, 3.0, 5.0) if decades < 1 else (1.0, 3.0) if decades < 1.8 else (1.0,)
     axis.xaxis.set_major_locator(LogLocator(subs=subs))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+    axis.xaxis.set_minor_locator(NullLocator())
+
+
+def _compute_axis(axis: Axes, budgets: list[float]) -> None:
+    """Logarithmic axis of compute, labelled at the budgets themselves where they are few."""
+    axis.set_xscale("log")
+    axis.set_xlabel("Training compute C (FLOPs)")
     axis.xaxis.set_minor_formatter(NullFormatter())
+    if len(budgets) <= 6:
+        axis.xaxis.set_major_locator(FixedLocator(budgets))
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _power(value)))
+        axis.tick_params(axis="x", labelsize=8)
 
 
 def _short(value: float) -> str:

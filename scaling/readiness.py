@@ -1,4 +1,4 @@
-"""Which fits a table is ready for, and what each of the others lacks: `python -m scaling check TABLE`."""
+"""Which fits a table is ready for, and what each of the others lacks."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class Readiness:
 
 
 def check_table(frame: pd.DataFrame, *, loss: str = "val_loss") -> tuple[Readiness, ...]:
-    """What a table is ready for. Raises ValueError when it is unfit for every fit."""
+    """Say what a table is ready for. Raises ValueError when it is unfit for every fit."""
     refuse_bad_runs(frame, loss=loss)
     runs = frame[is_finished(frame)]
     others = ", ".join(f"{count} {status}" for status, count in left_out(frame).items()) or "none"

@@ -1,4 +1,7 @@
-"""The text report: φ and what it says, the law, restricted fits, residuals, minima, seeds, warnings. Markdown tables."""
+"""The text report: φ and what it says.
+
+The law, restricted fits, residuals, minima, seeds, warnings. Markdown tables.
+"""
 
 import textwrap
 from collections.abc import Sequence
@@ -13,7 +16,7 @@ _WIDTH = 110
 
 
 def render(analysis: Analysis) -> str:
-    """The whole report as text; every table is Markdown with aligned columns."""
+    """Write the whole report as text; every table is Markdown with aligned columns."""
     parts = [
         _headline(analysis),
         _law(analysis),
@@ -26,12 +29,16 @@ def render(analysis: Analysis) -> str:
 
 
 def phi_line(analysis: Analysis) -> str:
-    """One line: φ with its interval, e.g. "φ = 0.459, 95 % interval [0.414, 0.507] (200 resamples of 24 cells)"."""
+    """One line: φ with its interval, e.g.
+
+    "φ = 0.459, 95 % interval [0.414, 0.507] (200 resamples of 24 cells)".
+    """
     text = f"φ = {analysis.phi:.4f}"
     interval = analysis.phi_ci
     if interval is None:
         return f"{text}, interval unavailable: {analysis.interval.reason}"
-    cells = f"{analysis.interval.n_resamples} resamples of {analysis.interval.n_cells} (budget, r) cells"
+    drawn = analysis.interval
+    cells = f"{drawn.n_resamples} resamples of {drawn.n_cells} (budget, r) cells"
     return f"{text}, 95 % interval [{interval[0]:.3f}, {interval[1]:.3f}] ({cells})"
 
 
@@ -42,7 +49,8 @@ def _headline(analysis: Analysis) -> str:
     largest = [row.r for row in fit.residuals if row.r > 1]
     worth = ", ".join(f"{r**fit.law.phi:.2f} × at r = {r}" for r in largest)
     says = (
-        f"Run r times, the shared block counts as r^φ times its own parameters: {worth}. Full worth, a block of its own for "
+        f"Run r times, the shared block counts as r^φ times its own parameters: {worth}. Full "
+        "worth, a block of its own for "
         "every recurrence, would be r × (φ = 1); no worth 1 × (φ = 0)."
     )
     return "\n".join(
@@ -135,8 +143,10 @@ def _seeds(analysis: Analysis) -> str:
     ]
     mean = float(np.mean([g.gap for g in gaps]))
     text = (
-        f"One run varies by {seeds.sd:.4f} nats over seeds (pooled standard deviation, {seeds.n_settings} settings with "
-        f"several seeds, {seeds.dof} degrees of freedom); neighbouring r differ by {mean:+.4f} nats on average at equal "
+        f"One run varies by {seeds.sd:.4f} nats over seeds (pooled standard deviation, "
+        f"{seeds.n_settings} settings with "
+        f"several seeds, {seeds.dof} degrees of freedom); neighbouring r differ by {mean:+.4f} "
+        "nats on average at equal "
         "budget (each r at its best width, mean over seeds)."
     )
     header = ["C, FLOPs", "r", "best loss", "best loss", "gap", "gap / seed sd"]
@@ -152,7 +162,7 @@ def _warnings(analysis: Analysis) -> str:
 
 
 def count(value: float) -> str:
-    """A parameter or token count to four digits, e.g. "67.77 M".
+    """Shorten a parameter or token count to four digits, e.g. "67.77 M".
 
     >>> count(67_774_229.4), count(1_234.0)
     ('67.77 M', '1.234 k')

@@ -1,8 +1,9 @@
 """The run table: one row a run, read, collected from run directories, checked and written.
 
-Columns needed by every fit: run_id, recurrences, n_once, n_rec (parameter counts), tokens and a loss in nats per token
-(val_loss). Further columns are used where present and pass through otherwise; README and `python -m scaling check` say
-which fit needs which. A missing status means finished.
+Columns needed by every fit: run_id, recurrences, n_once, n_rec (parameter counts), tokens and a
+loss in nats per token (val_loss). Further columns are used where present and pass through
+otherwise; README and `python -m scaling check` say which fit needs which. A missing status means
+finished.
 """
 
 import json
@@ -30,11 +31,12 @@ def read_table(
     loss_unit: str = "nats",
     drop: Sequence[str] = (),
 ) -> pd.DataFrame:
-    """Read and validate a run table (CSV, JSON lines or Parquet, by extension), or a directory of run directories.
+    """Read and validate a run table, or a directory of run directories.
 
-    `loss` names the column that will be fitted; `loss_unit` "bits" converts val_loss and every loss/… column to nats;
-    `drop` removes runs by run_id before anything is checked. Unknown columns pass through. Raises ValueError naming file,
-    row, column, value, rule and remedy (see `checks.refuse_bad_runs`).
+    CSV, JSON lines or Parquet, by extension. `loss` names the column that will be fitted;
+    `loss_unit` "bits" converts val_loss and every loss/… column to nats; `drop` removes runs by
+    run_id before anything is checked. Unknown columns pass through. Raises ValueError naming
+    file, row, column, value, rule and remedy (see `checks.refuse_bad_runs`).
     """
     source = Path(path)
     frame = collect_runs(source) if source.is_dir() else read_raw(source)
@@ -44,10 +46,14 @@ def read_table(
 
 
 def read_raw(path: Path) -> pd.DataFrame:
-    """Read a table without checking its values; the file's name goes to `frame.attrs["source"]` for messages."""
+    """Read a table without checking its values.
+
+    The file's name goes to `frame.attrs["source"]` for messages.
+    """
     if path.suffix.lower() not in _SUFFIXES:
         raise ValueError(
-            f"{path}: the extension {path.suffix!r} is not one of {', '.join(_SUFFIXES)}. Rename or convert."
+            f"{path}: the extension {path.suffix!r} is not one of {', '.join(_SUFFIXES)}. Rename "
+            "or convert."
         )
     if not path.is_file():
         raise ValueError(
@@ -55,34 +61,36 @@ def read_raw(path: Path) -> pd.DataFrame:
         )
     if path.stat().st_size == 0:
         raise ValueError(f"{path}: the file is empty. Write one header line and one row a run.")
-    try:
-        if path.suffix.lower() == ".csv":
-            frame = pd.read_csv(
-                path, dtype={"run_id": "string"}, float_precision="round_trip", low_memory=False
-            )
-        elif path.suffix.lower() == ".jsonl":
-            frame = _read_jsonl(path)
-        else:
-            frame = pd.read_parquet(path)
-    except ImportError as error:
-        raise ValueError(
-            f"{path}: Parquet needs pyarrow, which is not installed. pip install pyarrow, or use CSV."
-        ) from error
-    except (ValueError, OSError) as error:  # pandas' and Arrow's own parser errors are ValueErrors
-        if str(path) in str(error):
-            raise ValueError(str(error)) from error
-        raise ValueError(
-            f"{path}: cannot be read as {path.suffix[1:]} ({error}). Write the table again."
-        ) from error
+    frame = _read_jsonl(path) if path.suffix.lower() == ".jsonl" else _read_columns(path)
     if "run_id" in frame:
         frame["run_id"] = frame["run_id"].astype(object).where(frame["run_id"].notna(), None)
     frame.attrs["source"] = str(path)
     return frame
 
 
+def _read_columns(path: Path) -> pd.DataFrame:
+    try:
+        if path.suffix.lower() == ".parquet":
+            return pd.read_parquet(path)
+        return pd.read_csv(path, dtype={"run_id": "string"}, low_memory=False)
+    except ImportError as error:
+        raise ValueError(
+            f"{path}: Parquet needs pyarrow, which is not installed. Install it, or use CSV."
+        ) from error
+    except (ValueError, OSError) as error:  # the parsers raise ValueErrors
+        kind = path.suffix[1:].lower()
+        raise ValueError(
+            f"{path}: cannot be read as {kind} ({error}). Write the table again."
+        ) from error
+
+
 def _read_jsonl(path: Path) -> pd.DataFrame:
     records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error}). Write the table again.") from error
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -93,7 +101,8 @@ def _read_jsonl(path: Path) -> pd.DataFrame:
             ) from error
         if not isinstance(record, dict):
             raise ValueError(
-                f"{path}, line {number}: {type(record).__name__}, not an object. One JSON object a line."
+                f"{path}, line {number}: {type(record).__name__}, not an object. One JSON object a "
+                "line."
             )
         records.append(record)
     return pd.DataFrame.from_records(records)
@@ -102,7 +111,10 @@ def _read_jsonl(path: Path) -> pd.DataFrame:
 def prepare(
     frame: pd.DataFrame, *, loss_unit: str = "nats", drop: Sequence[str] = ()
 ) -> pd.DataFrame:
-    """Convert losses to nats per token and leave out the runs in `drop`; an unknown run_id there is refused."""
+    """Convert losses to nats per token and leave out the runs in `drop`.
+
+    An unknown run_id in `drop` is refused.
+    """
     source = frame.attrs.get("source", "the run table")
     if loss_unit not in ("nats", "bits"):
         raise ValueError(f"loss_unit is {loss_unit!r}, but must be 'nats' or 'bits' (per token).")
@@ -111,7 +123,8 @@ def prepare(
         unknown = [run_id for run_id in drop if run_id not in known]
         if unknown:
             raise ValueError(
-                f"{source}: --drop names {unknown[0]!r}, but no row has that run_id. Check the spelling."
+                f"{source}: --drop names {unknown[0]!r}, but no row has that run_id. Check the "
+                "spelling."
             )
         frame = frame[~frame["run_id"].astype(str).isin(list(drop))]
     frame = frame.copy()
@@ -129,11 +142,13 @@ def prepare(
 
 
 def collect_runs(root: str | os.PathLike[str]) -> pd.DataFrame:
-    """Read `root/*/run.json`, one record each, with the flat keys of `evaluation.json` beside it where present.
+    """Read the records of all run directories below `root`, `root/*/run.json`.
 
-    A key that run.json has already keeps run.json's value unless that is null. Runs of every status are kept. Rows come
-    in a fixed order (budget_flops, variant, recurrences, hidden_size, seed, run_id), columns in the order they first
-    appear there. Raises ValueError when no run is found or a file is not one JSON object.
+    The flat keys of `evaluation.json` beside a record are added to it; a key that the record
+    has already keeps its value unless that is null. Runs of every status are kept. Rows come in
+    a fixed order (budget_flops, variant, recurrences, hidden_size, seed, run_id), columns in
+    the order they first appear there. Raises ValueError when no run is found or a file is not
+    one JSON object.
     """
     root = Path(root)
     paths = sorted(root.glob("*/run.json"))
@@ -186,9 +201,10 @@ def _order_key(record: dict[str, Any]) -> tuple[tuple[int, float, str], ...]:
 
 
 def write_table(frame: pd.DataFrame, path: str | os.PathLike[str]) -> None:
-    """Write a run table as CSV, JSON lines or Parquet, by extension. Readers see the old file or the new one, never half.
+    """Write a run table as CSV, JSON lines or Parquet, by extension.
 
-    The file is written beside its destination and moved over it. Floats survive the round trip bit for bit.
+    It is written beside its destination and moved over it: readers see the old file or the new
+    one, never half. Floats survive the round trip bit for bit.
     """
     path = Path(path)
     suffix = path.suffix.lower()
@@ -225,7 +241,7 @@ def _json_lines(frame: pd.DataFrame) -> list[str]:
 
 
 def is_finished(frame: pd.DataFrame) -> "pd.Series[bool]":
-    """True for the runs that a fit may use: status finished or missing."""
+    """Mark the runs that a fit may use: status finished or missing."""
     if "status" not in frame:
         return pd.Series(True, index=frame.index)
     status = frame["status"]

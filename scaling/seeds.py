@@ -1,6 +1,7 @@
-"""Noise between seeds beside the distance between r: can the grid tell its architectures apart at all?
+"""Noise between seeds beside the distance between r: whether a grid tells its r apart.
 
-Symbols: r recurrences, N parameters (count), loss in nats per token. Tables are those of `fit.fitted_runs`.
+Symbols: r recurrences, N parameters (count), loss in nats per token. Tables are those of
+`fit.fitted_runs`.
 """
 
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ import pandas as pd
 
 @dataclass(frozen=True, kw_only=True)
 class SeedSpread:
-    """Pooled standard deviation of the loss of one run over seeds, sqrt(Σ (L − mean)² / dof), nats per token.
+    """Pooled standard deviation of one run's loss over seeds, sqrt(Σ (L − mean)² / dof), nats.
 
-    dof: Σ (runs − 1) over the settings (budget, r, width) that have several runs. n_settings: how many those are.
+    dof: Σ (runs − 1) over the settings (budget, r, width) that have several runs. n_settings:
+    how many those are.
     """
 
     sd: float
@@ -23,7 +25,10 @@ class SeedSpread:
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """Best loss of one r (mean over seeds at its best width) minus that of the next smaller r, at one budget, nats."""
+    """Best loss of one r (mean over seeds at its best width) minus that of the next smaller r.
+
+    At one budget, nats.
+    """
 
     budget_flops: float
     r_low: int
@@ -51,7 +56,10 @@ def seed_spread(runs: pd.DataFrame) -> SeedSpread | None:
 
 
 def gaps_between_r(runs: pd.DataFrame) -> tuple[Gap, ...]:
-    """Distance between neighbouring r at every budget, from each r's best width; empty without budgets."""
+    """Distance between neighbouring r at every budget.
+
+    From each r's best width; empty without budgets.
+    """
     if "budget_flops" not in runs:
         return ()
     gaps = []

@@ -1,15 +1,18 @@
-"""Exact minimiser of the joint law's Huber objective: projected starts, then batched damped Newton.
+"""Exact minimiser of the joint law's Huber objective: projected starts, then batched Newton.
 
-    f(θ) = Σ_i w_i · Huber_δ( LSE(a − α·log N_eff,i, b − β·log D_i, e) − log L_i ),  N_eff = N_once + r^φ·N_rec   (eq. 4)
+f(θ) = Σ_i w_i·Huber_δ( LSE(a − α·log N_eff,i, b − β·log D_i, e) − log L_i )   (eq. 4)
+N_eff = N_once + r^φ·N_rec
 
-Symbols follow Schwethelm et al. 2026 (arXiv:2604.21106); a = log A, b = log B, e = log E. θ = (a, b, e, α, β, φ).
-Log N and log D are centred on the table, so that a and b are the logs of the terms at the mean run: the Hessian is better
-conditioned by orders of magnitude. Shapes: R rows solved at once (start × weights), n runs, G exponent triples.
+Symbols follow Schwethelm et al. 2026 (arXiv:2604.21106); a = log A, b = log B, e = log E;
+θ = (a, b, e, α, β, φ). Log N and log D are centred on the table, so that a and b are the logs of
+the terms at the mean run: the Hessian is better conditioned by orders of magnitude.
+Shapes: R rows solved at once (start × weights), n runs, G exponent triples.
 
-1. For fixed (α, β, φ) the law is linear in (E, A, B), and pred/L − 1 is the log residual to first order: weighted least
-   squares gives amplitudes close to the optimum for any exponents (`project`).
-2. Far from the optimum Newton takes the majoriser Jᵀ·diag(w·min(1, δ/|ρ|))·J, near it the exact Hessian; a Levenberg
-   term on the diagonal is adapted row by row, parameters on a bound are held (`newton`).
+1. For fixed (α, β, φ) the law is linear in (E, A, B), and pred/L − 1 is the log residual to first
+   order: weighted least squares gives amplitudes close to the optimum (`project`).
+2. Far from the optimum Newton takes the majoriser Jᵀ·diag(w·min(1, δ/|ρ|))·J, near it the exact
+   Hessian; a Levenberg term on the diagonal is adapted row by row, parameters on a bound are held
+   (`newton`).
 """
 
 from dataclasses import dataclass
@@ -25,16 +28,16 @@ RANDOM_STARTS = 500
 GRID_STARTS = 12
 _EXPONENTS = (1e-3, 3.0)  # α and β
 _PHI = (-3.0, 3.0)  # the paper's start box
-_CHUNK = 125  # rows; larger batches leave the cache and cost four times as much
-_MAX_STEPS = 300
+_ZERO_E = 1e-4  # E below this share of the smallest loss counts as zero
+_MAX_STEPS = 150  # most starts need 30 to 70; the rest crawl along a bound, far from the best
 
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
     """Best of all starts.
 
-    objective: f at the optimum (sum over runs). n_at_best: starts that end within 1e-9 (relative) of it.
-    condition: condition number of the exact Hessian over the free parameters (logs centred).
+    objective: f at the optimum (sum over runs). n_at_best: starts that end within 1e-9 (relative)
+    of it. condition: condition number of the exact Hessian over the free parameters (logs centred).
     at_bound: parameters that stopped on their bound (E: numerically zero).
     """
 
@@ -58,8 +61,9 @@ def solve(
 ) -> Solution:
     """Minimise f over all parameters, or over all but φ when `phi` is given.
 
-    `weights` [n] multiply the runs' terms (default 1). Raises ValueError when the design cannot identify the parameters.
-    Source: Schwethelm et al. 2026, eq. 4 and appendix (Huber δ = 1e-3, best of 500 restarts).
+    `weights` [n] multiply the runs' terms (default 1). Raises ValueError when the design cannot
+    identify the parameters. Source: Schwethelm et al. 2026, eq. 4 and appendix (Huber δ = 1e-3,
+    best of 500 restarts).
     """
     if not delta > 0:
         raise ValueError(
@@ -82,6 +86,7 @@ def solve(
     free = lower < upper
     hessian = evaluate(design, theta[best : best + 1], w, delta, np.ones(1, dtype=bool)).hessian[0]
     on_bound = free & ((theta[best] <= lower) | (theta[best] >= upper))
+    on_bound[2] |= theta[best, 2] < design.log_loss.min() + np.log(_ZERO_E)
     inside = free & ~on_bound
     return Solution(
         law=to_law(design, theta[best]),
@@ -101,9 +106,10 @@ def solve_resamples(
     phi: float | None = None,
     delta: float = 1e-3,
 ) -> tuple[FloatArray, FloatArray]:
-    """Minimise f once per row of `weights` [R, n], from the two best cells of the exponent grid and from `start`.
+    """Minimise f once per row of `weights` [R, n].
 
-    Returns the parameters θ [R, 6] in the design's centred logs (`to_law` converts) and the objectives [R].
+    Starts are the two best cells of the exponent grid and the law `start`. Returns the
+    parameters θ [R, 6] in the design's centred logs (`to_law` converts) and the objectives [R].
     """
     lower, upper = bounds(design, phi)
     rows = len(weights)
@@ -123,7 +129,10 @@ def solve_resamples(
 
 
 def bounds(design: Design, phi: float | None) -> tuple[FloatArray, FloatArray]:
-    """Box of θ, [6] each; a fixed φ is a box of width zero. The terms may fall to 3e-7 of the smallest loss (E = 0)."""
+    """Box of θ, [6] each; a fixed φ is a box of width zero.
+
+    The terms may fall to 3e-7 of the smallest loss (E = 0).
+    """
     low, high = design.log_loss.min() - 15.0, design.log_loss.max() + 10.0
     phi_low, phi_high = _PHI if phi is None else (phi, phi)
     lower = np.array([low, low, low, _EXPONENTS[0], _EXPONENTS[0], phi_low])
@@ -156,20 +165,27 @@ def project(
 ) -> tuple[FloatArray, FloatArray]:
     """Best amplitudes for fixed exponents [G] under the rows of `weights` [R, n].
 
-    Minimises Σ w·((E + A·x + B·y)/L − 1)², x = N_eff^−α, y = D^−β, by Cramer's rule. Returns θ [R, G, 6] and the sum
-    [R, G], infinite where an amplitude comes out negative (such a θ gets a small positive one).
+    Minimises Σ w·((E + A·x + B·y)/L − 1)², x = N_eff^−α, y = D^−β, by Cramer's rule. Returns θ [R,
+    G, 6] and the sum [R, G], infinite where an amplitude comes out negative (such a θ gets a small
+    positive one).
     """
     n_eff = design.once + np.exp(phi[:, None] * design.log_r) * design.rec  # [G, n]
     inverse = np.exp(-design.log_loss)
     one = np.broadcast_to(inverse, n_eff.shape)
     x = n_eff ** -alpha[:, None] * inverse
     y = np.exp(-beta[:, None] * design.log_d) * inverse
-    s = {
-        name: weights @ column.T  # [R, G]
-        for name, column in {
-            "11": one * one, "1x": one * x, "1y": one * y, "xx": x * x, "xy": x * y, "yy": y * y, "1": one, "x": x, "y": y
-        }.items()
-    }  # fmt: skip
+    columns = {
+        "11": one * one,
+        "1x": one * x,
+        "1y": one * y,
+        "xx": x * x,
+        "xy": x * y,
+        "yy": y * y,
+        "1": one,
+        "x": x,
+        "y": y,
+    }
+    s = {name: weights @ column.T for name, column in columns.items()}  # [R, G]
     cofactor_1 = s["xx"] * s["yy"] - s["xy"] ** 2
     cofactor_x = s["1y"] * s["xy"] - s["1x"] * s["yy"]
     cofactor_y = s["1x"] * s["xy"] - s["1y"] * s["xx"]
@@ -190,7 +206,10 @@ def project(
 
 
 def grid_starts(design: Design, weights: FloatArray, phi: float | None, top: int) -> FloatArray:
-    """The `top` best cells of a grid of exponents, by projection, for each row of `weights` [R, n] → [R, top, 6]."""
+    """Take the `top` best cells of an exponent grid, by projection: [R, top, 6].
+
+    `weights` [R, n] are the runs' weights of every row.
+    """
     exponents = np.geomspace(0.05, 1.2, 8)
     phis = np.linspace(-0.5, 1.5, 9) if phi is None else np.array([phi])
     alpha, beta, grid_phi = (
@@ -198,17 +217,17 @@ def grid_starts(design: Design, weights: FloatArray, phi: float | None, top: int
     )
     theta, misfit = project(design, weights, alpha, beta, grid_phi)
     order = np.argsort(misfit, axis=1, kind="stable")[:, :top]
-    return np.take_along_axis(theta, order[..., None], axis=1)
+    return np.asarray(np.take_along_axis(theta, order[..., None], axis=1), dtype=float)
 
 
 def _random_starts(
     design: Design, weights: FloatArray, phi: float | None, count: int, seed: int
 ) -> FloatArray:
-    """Exponents uniform in α, β ∈ [0.05, 1.5], φ ∈ [−1, 2], amplitudes projected. [count, 6]"""
+    """Exponents uniform in α, β ∈ [0.05, 1.5], φ ∈ [−1, 2], amplitudes projected. [count, 6]."""
     generator = np.random.default_rng(seed)
     alpha, beta = generator.uniform(0.05, 1.5, (2, count))
     phis = generator.uniform(-1.0, 2.0, count) if phi is None else np.full(count, float(phi))
-    return project(design, weights, alpha, beta, phis)[0][0]
+    return np.asarray(project(design, weights, alpha, beta, phis)[0][0], dtype=float)
 
 
 def newton(
@@ -219,28 +238,14 @@ def newton(
     upper: FloatArray,
     delta: float,
 ) -> tuple[FloatArray, FloatArray]:
-    """Damped Newton from every row of `theta` [R, 6] under its row of `weights` [R, n]. Returns θ [R, 6] and f [R]."""
+    """Damped Newton from every row of `theta` [R, 6] under its row of `weights` [R, n].
+
+    Returns θ [R, 6] and f [R].
+    """
     theta = np.clip(theta, lower, upper)
-    f = np.empty(len(theta))
-    for at in range(0, len(theta), _CHUNK):
-        part = slice(at, at + _CHUNK)
-        theta[part], f[part] = _newton_chunk(
-            design, theta[part], weights[part], lower, upper, delta
-        )
-    return theta, f
-
-
-def _newton_chunk(
-    design: Design,
-    theta: FloatArray,
-    weights: FloatArray,
-    lower: FloatArray,
-    upper: FloatArray,
-    delta: float,
-) -> tuple[FloatArray, FloatArray]:
-    theta, final_f = theta.copy(), np.empty(len(theta))
+    final_f = np.empty(len(theta))
     rows = np.arange(len(theta))  # rows still moving
-    now, w = theta, weights
+    now, w = theta.copy(), weights
     exact = np.zeros(len(rows), dtype=bool)
     damping = np.full(len(rows), 1e-2)
     state = evaluate(design, now, w, delta, exact)
@@ -261,7 +266,7 @@ def _newton_chunk(
         ahead = evaluate(design, trial, w, delta, exact)
         better = ahead.f < state.f
         small = better & (state.f - ahead.f < 0.01 * state.f)
-        # The exact Hessian may be indefinite far out: when it needs much damping, go back to the majoriser.
+        # The exact Hessian may be indefinite far out: needing much damping, go back.
         wanted = (exact | small) & ~(exact & ~better & (damping > 1.0))
         damping = np.where(better, np.maximum(damping * 0.2, 1e-12), damping * 8)
         now = np.where(better[:, None], trial, now)
@@ -279,7 +284,7 @@ def _newton_chunk(
 def _step(
     state: Derivatives, theta: FloatArray, damping: FloatArray, lower: FloatArray, upper: FloatArray
 ) -> FloatArray:
-    """Newton step −(H + λ·diag(M))⁻¹·g with the parameters on a bound held. [R, 6]"""
+    """Newton step −(H + λ·diag(M))⁻¹·g with the parameters on a bound held. [R, 6]."""
     held: NDArray[np.bool_] = (
         (lower == upper)
         | ((theta <= lower) & (state.gradient > 0))
@@ -294,4 +299,4 @@ def _step(
     diagonal = np.where(held, floor, diagonal)
     index = np.arange(theta.shape[1])
     hessian[:, index, index] += diagonal
-    return -np.linalg.solve(hessian, gradient[..., None])[..., 0]
+    return np.asarray(-np.linalg.solve(hessian, gradient[..., None])[..., 0], dtype=float)

@@ -1,6 +1,7 @@
-"""How a model's parameters are divided into N_once and N_rec: a choice that moves φ by 0.03 and stands in every report.
+"""How a model's parameters are divided into N_once and N_rec.
 
-Symbols: d hidden size, r recurrences, N parameters (count). Source: Schwethelm et al. 2026 (arXiv:2604.21106), section 3.
+A choice that moves φ by 0.03, and therefore stands in every report. Symbols: d hidden size, r
+recurrences, N parameters (count). Source: Schwethelm et al. 2026 (arXiv:2604.21106), section 3.
 """
 
 import numpy as np
@@ -9,10 +10,13 @@ import pandas as pd
 from .laws import FloatArray
 
 SPLITS = {
-    "text": "n_once and n_rec as they are; n_rec includes the injection (the paper's own definition)",
-    "once": "the injection's parameters count as executed once (n_injection moved from n_rec to n_once)",
+    "text": "n_once and n_rec as they are; n_rec includes the injection (the paper's own "
+    "definition)",
+    "once": "the injection's parameters count as executed once (n_injection moved from n_rec to "
+    "n_once)",
     "regression": (
-        "per width, N = n_once + n_rec regressed on shared_depth / r over r: the intercept is N_once, the slope times "
+        "per width, N = n_once + n_rec regressed on shared_depth / r over r: the intercept is "
+        "N_once, the slope times "
         "shared_depth / r is N_rec (what the published fit used)"
     ),
 }
@@ -21,10 +25,11 @@ SPLITS = {
 def split_parameters(
     frame: pd.DataFrame, split: str, *, whole: pd.DataFrame | None = None
 ) -> tuple[FloatArray, FloatArray]:
-    """N_once and N_rec of every row under `split` ("text", "once" or "regression"). [n], [n]
+    """N_once and N_rec of every row under `split` ("text", "once" or "regression"). [n], [n].
 
-    `whole` is the table that the regression is computed on (default: `frame`), so that a subset keeps the split of its
-    table. Raises ValueError when a column is missing, a width has a single r, or a split is not positive.
+    `whole` is the table that the regression is computed on (default: `frame`), so that a subset
+    keeps the split of its table. Raises ValueError when a column is missing, a width has a single
+    r, or a split is not positive.
     """
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, but must be one of {', '.join(SPLITS)}.")
@@ -44,13 +49,15 @@ def _columns(frame: pd.DataFrame, split: str, *names: str) -> list[FloatArray]:
     for name in names:
         if name not in frame:
             raise ValueError(
-                f"{source}: column {name} is missing, but --split {split} needs it. Add it, or use --split text."
+                f"{source}: column {name} is missing, but --split {split} needs it. Add it, or use "
+                "--split text."
             )
         values = frame[name].to_numpy(dtype=float)
         if np.isnan(values).any():
             row = int(np.flatnonzero(np.isnan(values))[0])
             raise ValueError(
-                f"{source}, run {frame['run_id'].iloc[row]}: {name} is missing (NaN), but --split {split} needs it. "
+                f"{source}, run {frame['run_id'].iloc[row]}: {name} is missing (NaN), but --split "
+                f"{split} needs it. "
                 "Fill it in, or use --split text."
             )
         out.append(values)
@@ -58,7 +65,10 @@ def _columns(frame: pd.DataFrame, split: str, *names: str) -> list[FloatArray]:
 
 
 def _groups(frame: pd.DataFrame) -> tuple[list[tuple[float, ...]], FloatArray]:
-    """Key of every row's regression (width, and executed depth where the table has it) and its abscissa."""
+    """Key of every row's regression (width.
+
+    Executed depth where the table has it) and its abscissa.
+    """
     width, depth = _columns(frame, "regression", "hidden_size", "shared_depth")
     keys = [width]
     if "effective_depth" in frame:
@@ -79,8 +89,10 @@ def _regression(frame: pd.DataFrame, whole: pd.DataFrame) -> tuple[FloatArray, F
         depths, counts = (np.array(values) for values in zip(*sorted(points), strict=True))
         if len(set(depths)) < 2:
             raise ValueError(
-                f"{source}: width {key[0]:g} has runs of a single shared_depth / r = {depths[0]:g}, but --split regression "
-                "needs at least two different r at every width. Add runs, leave the width out, or use --split text."
+                f"{source}: width {key[0]:g} has runs of a single shared_depth / r = "
+                f"{depths[0]:g}, but --split regression "
+                "needs at least two different r at every width. Add runs, leave the width out, or "
+                "use --split text."
             )
         centred = depths - depths.mean()
         slope = float(centred @ (counts - counts.mean()) / (centred @ centred))
@@ -88,15 +100,18 @@ def _regression(frame: pd.DataFrame, whole: pd.DataFrame) -> tuple[FloatArray, F
         intercept = 0.0 if abs(intercept) < 1e-9 * counts.max() else intercept  # rounding
         if slope <= 0 or intercept < 0:
             raise ValueError(
-                f"{source}: width {key[0]:g} gives N_once = {intercept:.4g} and {slope:.4g} parameters per shared layer, "
-                "but --split regression needs both positive. Check n_once, n_rec and shared_depth, or use --split text."
+                f"{source}: width {key[0]:g} gives N_once = {intercept:.4g} and {slope:.4g} "
+                "parameters per shared layer, "
+                "but --split regression needs both positive. Check n_once, n_rec and shared_depth, "
+                "or use --split text."
             )
         lines[key] = (intercept, slope)
     own_keys, own_x = _groups(frame)
     absent = next((key for key in own_keys if key not in lines), None)
     if absent is not None:
         raise ValueError(
-            f"{source}: width {absent[0]:g} is not in the table that the regression is computed on. Add it there."
+            f"{source}: width {absent[0]:g} is not in the table that the regression is computed "
+            "on. Add it there."
         )
     intercepts, slopes = (np.array([lines[key][k] for key in own_keys]) for k in (0, 1))
     return intercepts, slopes * own_x

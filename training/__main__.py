@@ -22,10 +22,18 @@ from .loop import Interrupted, Progress, train
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse arguments, train, and say what came out."""
     parser = argparse.ArgumentParser(
-        prog="accelerate launch -m training", description="Train one looped (or unlooped) language model from a recipe."
+        prog="accelerate launch -m training",
+        description="Train one looped (or unlooped) language model from a recipe.",
     )
-    parser.add_argument("--config", required=True, metavar="RECIPE", help="YAML file, e.g. training/recipes/nano.yaml")
-    parser.add_argument("fields", nargs="*", metavar="field=value", help="override, e.g. model.recurrences=2")
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="RECIPE",
+        help="YAML file, e.g. training/recipes/nano.yaml",
+    )
+    parser.add_argument(
+        "fields", nargs="*", metavar="field=value", help="override, e.g. model.recurrences=2"
+    )
     options = parser.parse_args(arguments)
     console = Console(stderr=True)
     try:
@@ -35,12 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"error: {error}", style="red", markup=False, highlight=False)
         return 2
     except Interrupted as interruption:
-        console.print(f"{interruption} Run the same command again to go on.", markup=False, highlight=False)
+        console.print(
+            f"{interruption} Run the same command again to go on.", markup=False, highlight=False
+        )
         return 130
     if not PartialState().is_main_process:
         return 0
     if record["status"] == "diverged":
-        console.print(f"{config.name} diverged: its loss was not finite at step {record['diverged_step']}.", style="red")
+        console.print(
+            f"{config.name} diverged: its loss was not finite at step {record['diverged_step']}.",
+            style="red",
+        )
         return 1
     print(
         f"{config.name}: validation loss {record['val_loss']:.4f} nats/token after {record['tokens']:,} tokens "
@@ -58,12 +71,17 @@ def _train_with_bar(config: TrainingConfig, console: Console) -> dict[str, Any]:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Bars(*columns, console=console, disable=not PartialState().is_main_process) as bars, _signals() as stop_asked:
+    with (
+        Bars(*columns, console=console, disable=not PartialState().is_main_process) as bars,
+        _signals() as stop_asked,
+    ):
         task = bars.add_task(config.name, total=1, state="starting", visible=False)
 
         def show(progress: Progress) -> None:
             state = f"loss {progress.loss:.3f}, {progress.tokens_per_s:,.0f} tokens/s"
-            bars.update(task, completed=progress.step, total=progress.steps, state=state, visible=True)
+            bars.update(
+                task, completed=progress.step, total=progress.steps, state=state, visible=True
+            )
 
         return train(config, show, stop_asked)
 

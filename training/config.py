@@ -78,7 +78,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         value = self.backprop_recurrences
         if value not in ("all", "half") and not value.isdigit():
-            raise ValueError(f"model.backprop_recurrences is {value!r}: use 'all', 'half' or a number of recurrences.")
+            raise ValueError(
+                f"model.backprop_recurrences is {value!r}: use 'all', 'half' or a number of recurrences."
+            )
 
     def build(self, vocab_size: int, sequence_length: int, **ids: int | None) -> LoopedConfig:
         """Architecture for a vocabulary and a sequence length in tokens; `ids` are the special tokens'."""
@@ -108,7 +110,11 @@ class ModelConfig:
     def _num_backprop_recurrences(self) -> int | None:
         if self.backprop_recurrences == "all" or self.recurrences == 1:
             return None
-        return -(-self.recurrences // 2) if self.backprop_recurrences == "half" else int(self.backprop_recurrences)
+        return (
+            -(-self.recurrences // 2)
+            if self.backprop_recurrences == "half"
+            else int(self.backprop_recurrences)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +139,9 @@ class OptimizerConfig:
         _one_of("optimizer.orthogonalise", self.orthogonalise, ("auto", "fp32", "bf16"))
         for name in ("muonh_lr", "embedding_lr", "lm_head_lr", "norm_lr", "hyperconnection_lr"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"optimizer.{name} is {getattr(self, name)}: a learning rate must be positive.")
+                raise ValueError(
+                    f"optimizer.{name} is {getattr(self, name)}: a learning rate must be positive."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +207,9 @@ class TrainingConfig:
                 f"batch_tokens is {self.batch_tokens}: it must be a multiple of data.sequence_length = "
                 f"{self.data.sequence_length}, since a batch holds whole rows."
             )
-        if self.micro_batch_rows is not None and (self.micro_batch_rows < 1 or self.batch_rows % self.micro_batch_rows):
+        if self.micro_batch_rows is not None and (
+            self.micro_batch_rows < 1 or self.batch_rows % self.micro_batch_rows
+        ):
             raise ValueError(
                 f"micro_batch_rows is {self.micro_batch_rows}: it must divide the {self.batch_rows} rows of a batch."
             )
@@ -216,7 +226,9 @@ class TrainingConfig:
         """`run_id`, or the name made of what sets a run of a grid apart."""
         if self.run_id is not None:
             return self.run_id
-        size = f"C{self.budget_flops:.3g}" if self.budget_flops is not None else f"{self.steps}steps"
+        size = (
+            f"C{self.budget_flops:.3g}" if self.budget_flops is not None else f"{self.steps}steps"
+        )
         model = f"r{self.model.recurrences}-d{self.model.hidden_size}"
         return f"{self.variant}-{size}-{model}-seed{self.seed}".replace("+", "")
 
@@ -242,10 +254,14 @@ def load_config(recipe: Path | str, overrides: Sequence[str] = ()) -> TrainingCo
     path = Path(recipe)
     if not path.is_file():
         known = sorted(p.name for p in (Path(__file__).parent / "recipes").glob("*.yaml"))
-        raise ValueError(f"--config is {path}: no such file. Recipes that come along in training/recipes: {known}.")
+        raise ValueError(
+            f"--config is {path}: no such file. Recipes that come along in training/recipes: {known}."
+        )
     for override in overrides:
         if "=" not in override:
-            raise ValueError(f"{override!r} is not of the form field=value, e.g. model.hidden_size=64.")
+            raise ValueError(
+                f"{override!r} is not of the form field=value, e.g. model.hidden_size=64."
+            )
     return resolve(OmegaConf.to_container(OmegaConf.load(path)), overrides, source=str(path))
 
 
@@ -253,7 +269,9 @@ def resolve(fields: Any, overrides: Sequence[str] = (), source: str = "recipe") 
     """Build the config from nested plain fields and overrides; errors as in `load_config`."""
     try:
         merged = OmegaConf.merge(
-            OmegaConf.structured(TrainingConfig), OmegaConf.create(fields or {}), OmegaConf.from_dotlist(list(overrides))
+            OmegaConf.structured(TrainingConfig),
+            OmegaConf.create(fields or {}),
+            OmegaConf.from_dotlist(list(overrides)),
         )
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:

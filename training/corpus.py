@@ -45,9 +45,7 @@ if TYPE_CHECKING:  # the processes that read sources import this module: keep it
     from .config import DataConfig
 
 LOCAL_BUILDERS = ("parquet", "json", "text")
-MIN_DOCSTRING_CHARACTERS = (
-    128  # one-liners are four in ten docstrings and one twentieth of the text
-)
+MIN_DOCSTRING_CHARACTERS = 128  # shorter: four in ten docstrings, a twentieth of the text
 POOL_MIN_FILES = 1000  # below, starting processes costs more than it saves
 
 # Folders that are no part of a package's own text, wherever they stand.
@@ -271,8 +269,7 @@ def _package_files(distribution: str) -> list[Path]:
             files.append(Path(str(spec.origin)))
     if not files:
         raise ValueError(
-            f"data.packages: {distribution!r} is installed but has no Python sources to read; "
-            "leave it out."
+            f"data.packages: {distribution!r} is installed but has no Python sources to read; leave it out."
         )
     return files
 
@@ -375,8 +372,7 @@ def _local_files(data: DataConfig) -> list[str]:
     """Files that `data.files` names, pattern by pattern, each pattern's matches sorted."""
     if not data.files:
         raise ValueError(
-            f"data.files: data.corpus = {data.corpus!r} reads local files and none is given; "
-            "name files or globs."
+            f"data.files: data.corpus = {data.corpus!r} reads local files and none is given; name files or globs."
         )
     found: dict[str, None] = {}
     for pattern in data.files:
@@ -387,8 +383,7 @@ def _local_files(data: DataConfig) -> list[str]:
             matches = [pattern]
         if not matches:
             raise ValueError(
-                f"data.files: {pattern!r} matches no file (seen from {os.getcwd()}); "
-                "correct it or remove it."
+                f"data.files: {pattern!r} matches no file (seen from {os.getcwd()}); correct it or remove it."
             )
         found.update(dict.fromkeys(matches))
     return list(found)

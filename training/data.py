@@ -360,8 +360,7 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         state = "isn't finished (no metadata.json)" if folder.exists() else "doesn't exist"
         raise ValueError(
-            f"packed data: {folder} {state}; name another folder, "
-            "or delete it and prepare it again."
+            f"packed data: {folder} {state}; name another folder, or delete it and prepare it again."
         )
     metadata: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     found = metadata.get("schema_version")

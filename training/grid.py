@@ -69,9 +69,13 @@ def load_grid(name: str) -> GridConfig:
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / "grids" / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in (FOLDER / "grids").glob("*.yaml")))
-        raise ValueError(f"--grid is {name!r}: no such grid. Use one of {known}, or the path of a YAML file.")
+        raise ValueError(
+            f"--grid is {name!r}: no such grid. Use one of {known}, or the path of a YAML file."
+        )
     try:
-        grid = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(GridConfig), OmegaConf.load(path)))
+        grid = OmegaConf.to_object(
+            OmegaConf.merge(OmegaConf.structured(GridConfig), OmegaConf.load(path))
+        )
     except OmegaConfBaseException as error:
         raise ValueError(f"{path}: {str(error).splitlines()[0]}") from error
     assert isinstance(grid, GridConfig)
@@ -86,8 +90,14 @@ def expand(grid: GridConfig, out: str, overrides: Sequence[str] = ()) -> list[Tr
     ValueError
         If a run has no valid recipe (a width not divisible by the head size, …), or two runs have the same name.
     """
-    recipe = Path(grid.recipe) if grid.recipe.endswith(".yaml") else FOLDER / "recipes" / f"{grid.recipe}.yaml"
-    base = OmegaConf.to_container(OmegaConf.load(recipe)) if recipe.is_file() else load_config(recipe)
+    recipe = (
+        Path(grid.recipe)
+        if grid.recipe.endswith(".yaml")
+        else FOLDER / "recipes" / f"{grid.recipe}.yaml"
+    )
+    base = (
+        OmegaConf.to_container(OmegaConf.load(recipe)) if recipe.is_file() else load_config(recipe)
+    )
     configs = []
     for budget, (variant, fields), r, seed in product(
         grid.budgets, (grid.variants or {"baseline": {}}).items(), grid.recurrences, grid.seeds
@@ -103,11 +113,17 @@ def expand(grid: GridConfig, out: str, overrides: Sequence[str] = ()) -> list[Tr
                 "model": {"recurrences": r, "hidden_size": width},
             }
             merged = OmegaConf.to_container(OmegaConf.merge(base, fields, cell))
-            configs.append(resolve(merged, overrides, source=f"{recipe.name}, {variant}, r = {r}, width {width}"))
+            configs.append(
+                resolve(
+                    merged, overrides, source=f"{recipe.name}, {variant}, r = {r}, width {width}"
+                )
+            )
     names = [config.name for config in configs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"The grid plans {twice[0]} more than once: its budgets, widths and seeds must differ.")
+        raise ValueError(
+            f"The grid plans {twice[0]} more than once: its budgets, widths and seeds must differ."
+        )
     return configs
 
 

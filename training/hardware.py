@@ -48,7 +48,9 @@ def check_launch() -> None:
 
     `accelerate launch --cpu --num_processes n` starts one process; it sets the rendezvous address all the same.
     """
-    launched = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in os.environ
+    launched = (
+        os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in os.environ
+    )
     if launched and "WORLD_SIZE" not in os.environ:
         raise ValueError(
             "accelerate launch was asked for several processes (num_processes > 1), but on CPUs it starts only one. Use "

@@ -40,7 +40,11 @@ def reference_tokens(transfer: TransferConfig, model: ModelConfig) -> float:
 
 
 def learning_rates(
-    optimizer: OptimizerConfig, transfer: TransferConfig, model: ModelConfig, batch_tokens: int, tokens: int
+    optimizer: OptimizerConfig,
+    transfer: TransferConfig,
+    model: ModelConfig,
+    batch_tokens: int,
+    tokens: int,
 ) -> dict[str, float]:
     """Peak learning rate of each role (matrix, embedding, lm_head, norm, scalar) by the rules above.
 
@@ -106,4 +110,6 @@ def _role(name: str, parameter: nn.Parameter) -> str:
         return "matrix"
     if ".injection." in name:
         return "scalar"
-    raise ValueError(f"{name}, shape {tuple(parameter.shape)}: no learning-rate role is known for this parameter.")
+    raise ValueError(
+        f"{name}, shape {tuple(parameter.shape)}: no learning-rate role is known for this parameter."
+    )

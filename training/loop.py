@@ -69,7 +69,9 @@ def train(
     check_launch()
     transformers_logging.disable_progress_bar()
     precision = choose_precision(config)
-    accelerator = Accelerator(mixed_precision="bf16" if precision == "bf16" else "no", cpu=not torch.cuda.is_available())
+    accelerator = Accelerator(
+        mixed_precision="bf16" if precision == "bf16" else "no", cpu=not torch.cuda.is_available()
+    )
     record = _claim(config, accelerator)
     if record is not None:
         return record
@@ -110,7 +112,9 @@ def _claim(config: TrainingConfig, accelerator: Accelerator) -> dict[str, Any] |
 class _Run:
     """Model, optimiser and data of one run, and its steps."""
 
-    def __init__(self, config: TrainingConfig, accelerator: Accelerator, packed: PackedData) -> None:
+    def __init__(
+        self, config: TrainingConfig, accelerator: Accelerator, packed: PackedData
+    ) -> None:
         self.config, self.accelerator, self.packed = config, accelerator, packed
         architecture = architecture_of(config, packed.tokenizer)
         self.record = describe(config, architecture)
@@ -129,9 +133,15 @@ class _Run:
         set_seed(config.seed)
         model = AutoModelForCausalLM.from_config(architecture, attn_implementation=attention)
         rates = learning_rates(
-            config.optimizer, config.transfer, config.model, config.batch_tokens, self.record["tokens"]
+            config.optimizer,
+            config.transfer,
+            config.model,
+            config.batch_tokens,
+            self.record["tokens"],
         )
-        optimizer = MuonH(parameter_groups(model, rates, config.optimizer), orthogonalise_dtype=dtype)
+        optimizer = MuonH(
+            parameter_groups(model, rates, config.optimizer), orthogonalise_dtype=dtype
+        )
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.counters = Counters()
         accelerator.register_for_checkpointing(self.counters)
@@ -168,7 +178,9 @@ class _Run:
                 if not last and (asked or (step + 1) % config.checkpoint_every == 0):
                     save_state(self.accelerator, config.folder / "state", step + 1)
                 if asked and not last:
-                    raise Interrupted(f"{config.name}: stopped after step {step + 1} of {steps}; its state is saved.")
+                    raise Interrupted(
+                        f"{config.name}: stopped after step {step + 1} of {steps}; its state is saved."
+                    )
         return None
 
     def _step(self, step: int) -> float:
@@ -180,7 +192,9 @@ class _Run:
         rows = rows_of_step(step, config.batch_rows, len(self.packed.train), config.seed)
         share = len(rows) // accelerator.num_processes
         rows = rows[accelerator.process_index * share : (accelerator.process_index + 1) * share]
-        parts = [rows[start : start + self.micro_rows] for start in range(0, share, self.micro_rows)]
+        parts = [
+            rows[start : start + self.micro_rows] for start in range(0, share, self.micro_rows)
+        ]
         self.model.train()
         self.optimizer.zero_grad()
         total = torch.zeros((), device=accelerator.device)
@@ -202,7 +216,9 @@ class _Run:
         positions = None
         if self.config.data.separate_documents:
             positions = document_positions(inputs, self.packed.bos_token_id)
-        return self.model(input_ids=inputs, shift_labels=targets, position_ids=positions, use_cache=False).loss
+        return self.model(
+            input_ids=inputs, shift_labels=targets, position_ids=positions, use_cache=False
+        ).loss
 
     def _log_entry(self, step: int, loss: float, tokens_per_s: float) -> dict[str, Any]:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -219,7 +235,11 @@ class _Run:
         """Whether any process was asked to stop, so that all stop after the same step."""
         if self.accelerator.num_processes == 1:
             return asked
-        return bool(self.accelerator.reduce(torch.tensor(float(asked), device=self.accelerator.device)).item())
+        return bool(
+            self.accelerator.reduce(
+                torch.tensor(float(asked), device=self.accelerator.device)
+            ).item()
+        )
 
     def finish(self, diverged_at: int | None) -> dict[str, Any]:
         """Evaluate, save the model and close the record."""
@@ -228,11 +248,15 @@ class _Run:
             return self.write("diverged", diverged_step=diverged_at, tokens_per_s=round(speed, 1))
         loss, tokens = self._evaluate()
         if not math.isfinite(loss):
-            return self.write("diverged", diverged_step=self.record["steps"], tokens_per_s=round(speed, 1))
+            return self.write(
+                "diverged", diverged_step=self.record["steps"], tokens_per_s=round(speed, 1)
+            )
         if self.accelerator.is_main_process:
             model = self.accelerator.unwrap_model(self.model)
             save_model(model, self.packed.tokenizer, self.config.folder / "checkpoint")
-        return self.write("finished", val_loss=loss, val_tokens=tokens, tokens_per_s=round(speed, 1))
+        return self.write(
+            "finished", val_loss=loss, val_tokens=tokens, tokens_per_s=round(speed, 1)
+        )
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[float, int]:

@@ -66,7 +66,9 @@ class MuonH(torch.optim.Optimizer):
         self.orthogonalise_dtype = orthogonalise_dtype
         for group in self.param_groups:
             if group.get("algorithm") not in ("muonh", "adamw"):
-                raise ValueError(f"algorithm is {group.get('algorithm')!r}: a group needs 'muonh' or 'adamw'.")
+                raise ValueError(
+                    f"algorithm is {group.get('algorithm')!r}: a group needs 'muonh' or 'adamw'."
+                )
             for parameter in group["params"] if group["algorithm"] == "muonh" else ():
                 if parameter.ndim != 2 or parameter.dtype != torch.float32:
                     raise ValueError(
@@ -110,12 +112,17 @@ class MuonH(torch.optim.Optimizer):
         buffers = [self.state[matrix]["momentum_buffer"] for matrix in stack]
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
         updates = torch._foreach_lerp(gradients, buffers, momentum)
-        batch = torch.stack([u if u.shape[0] <= u.shape[1] else u.mT for u in updates])  # [n, rows, columns]
+        batch = torch.stack(
+            [u if u.shape[0] <= u.shape[1] else u.mT for u in updates]
+        )  # [n, rows, columns]
         batch = orthogonalise(batch, self.orthogonalise_dtype).float()
         radii = torch.stack([self.state[matrix]["radius"] for matrix in stack])  # [n]
-        batch *= (radii / torch.linalg.vector_norm(batch, dim=(1, 2)).clamp_min(1e-12))[:, None, None]
+        batch *= (radii / torch.linalg.vector_norm(batch, dim=(1, 2)).clamp_min(1e-12))[
+            :, None, None
+        ]
         directions = [
-            o if matrix.shape[0] <= matrix.shape[1] else o.mT for o, matrix in zip(batch, stack, strict=True)
+            o if matrix.shape[0] <= matrix.shape[1] else o.mT
+            for o, matrix in zip(batch, stack, strict=True)
         ]
         torch._foreach_add_(stack, directions, alpha=-group["lr"])
         norms = torch.stack(torch._foreach_norm(stack))

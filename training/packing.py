@@ -52,9 +52,8 @@ class _Buffer:
     def take(self, space: int) -> Row:
         """Take out the longest document of at most `space` tokens, else the shortest of all."""
         shortest = self._keys[0][0]
-        last = (
-            bisect_right(self._keys, (max(space, shortest), 0)) - 1
-        )  # longest; the earliest of its length
+        # The last key within `space` is the longest document, and of its length the earliest.
+        last = bisect_right(self._keys, (max(space, shortest), 0)) - 1
         return self._documents.pop(-self._keys.pop(last)[1])
 
 

@@ -28,7 +28,9 @@ SCHEMA_VERSION = 1
 VERSIONED = ("torch", "transformers", "accelerate", "datasets", "tokenizers")
 
 
-def architecture_of(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> LoopedConfig:
+def architecture_of(
+    config: TrainingConfig, tokenizer: PreTrainedTokenizerBase | None = None
+) -> LoopedConfig:
     """Model config of a run; with the tokenizer, its special tokens stand in it and its size is checked.
 
     The vocabulary is `model.vocab_size`, or the tokenizer's rounded up to a multiple of 64; it does not depend on the
@@ -42,7 +44,10 @@ def architecture_of(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase |
                 f"model.vocab_size is {vocab_size}, but the tokenizer has {len(tokenizer)} tokens. Raise it to at least "
                 f"{len(tokenizer)}, leave it out, or use a smaller tokenizer."
             )
-        ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+        ids = {
+            f"{name}_token_id": getattr(tokenizer, f"{name}_token_id")
+            for name in ("bos", "eos", "pad")
+        }
     return config.model.build(vocab_size, config.data.sequence_length, **ids)
 
 
@@ -85,7 +90,9 @@ def describe(config: TrainingConfig, architecture: LoopedConfig) -> dict[str, An
         "backprop_recurrences": architecture.backprop_recurrences,
         "budget_flops": float(config.budget_flops or train_flops * tokens),
         "train_flops_per_token": train_flops,
-        "forward_flops_per_token": forward_flops_per_token(architecture, config.data.sequence_length),
+        "forward_flops_per_token": forward_flops_per_token(
+            architecture, config.data.sequence_length
+        ),
         "total_flops": train_flops * tokens,
         "n_once": count.once,
         "n_rec": count.rec,
@@ -104,7 +111,9 @@ def describe(config: TrainingConfig, architecture: LoopedConfig) -> dict[str, An
 def environment() -> dict[str, Any]:
     """Versions and, in a git checkout, the commit."""
     here = Path(__file__).parent
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
+    git = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False
+    )
     return {
         "versions": " ".join(f"{name}={version(name)}" for name in VERSIONED),
         "git_commit": git.stdout.strip() or None,

@@ -44,11 +44,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     try:
         runs = plan(expand(load_grid(options.grid), options.out, options.fields))
-        jobs = 1 if options.launch or torch.cuda.is_available() else options.jobs or os.cpu_count() or 1
+        jobs = (
+            1
+            if options.launch or torch.cuda.is_available()
+            else options.jobs or os.cpu_count() or 1
+        )
         console.print(plan_table(runs, jobs))
         if options.dry_run:
             return 0
-        return run_grid(runs, Path(options.out), jobs, options.launch or torch.cuda.is_available(), console)
+        return run_grid(
+            runs, Path(options.out), jobs, options.launch or torch.cuda.is_available(), console
+        )
     except ValueError as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False)
         return 2
@@ -59,20 +65,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m training.sweep", description="Train a grid of looped and unlooped models of equal executed depth."
+        prog="python -m training.sweep",
+        description="Train a grid of looped and unlooped models of equal executed depth.",
     )
-    parser.add_argument("--grid", required=True, metavar="NAME", help="a grid of training/grids, or a YAML file")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder of the runs, their data and runs.csv")
+    parser.add_argument(
+        "--grid", required=True, metavar="NAME", help="a grid of training/grids, or a YAML file"
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="folder of the runs, their data and runs.csv"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-    parser.add_argument("--jobs", type=int, metavar="N", help="runs at a time on CPUs (default: one per core)")
-    parser.add_argument("--launch", action="store_true", help="start each run with accelerate launch, as on GPUs")
-    parser.add_argument("fields", nargs="*", metavar="field=value", help="override the recipe, e.g. data.corpus=text")
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="runs at a time on CPUs (default: one per core)"
+    )
+    parser.add_argument(
+        "--launch", action="store_true", help="start each run with accelerate launch, as on GPUs"
+    )
+    parser.add_argument(
+        "fields",
+        nargs="*",
+        metavar="field=value",
+        help="override the recipe, e.g. data.corpus=text",
+    )
     return parser
 
 
 def plan_table(runs: Sequence[PlannedRun], jobs: int) -> Table:
     """Table of the plan: parameters, tokens, steps, FLOPs and estimated time of each run, and their sums."""
-    total, flops = sum(run.seconds for run in runs) / jobs, sum(run.record["total_flops"] for run in runs)
+    total, flops = (
+        sum(run.seconds for run in runs) / jobs,
+        sum(run.record["total_flops"] for run in runs),
+    )
     table = Table(
         title=f"{len(runs)} runs, {flops:.3g} FLOPs, about {_duration(total)} with {jobs} at a time",
         caption="N: parameters without embeddings and norms. Time: FLOPs at the rate measured for one layer here.",
@@ -84,20 +107,31 @@ def plan_table(runs: Sequence[PlannedRun], jobs: int) -> Table:
         n = record["n_once"] + record["n_rec"]
         flops_of_run = f"{record['total_flops']:.3g}"
         table.add_row(
-            run.config.name, f"{n:,}", f"{record['tokens']:,}", f"{record['steps']:,}", flops_of_run, _duration(run.seconds)
+            run.config.name,
+            f"{n:,}",
+            f"{record['tokens']:,}",
+            f"{record['steps']:,}",
+            flops_of_run,
+            _duration(run.seconds),
         )
     return table
 
 
-def run_grid(runs: Sequence[PlannedRun], out: Path, jobs: int, launch: bool, console: Console) -> int:
+def run_grid(
+    runs: Sequence[PlannedRun], out: Path, jobs: int, launch: bool, console: Console
+) -> int:
     """Run what has not ended, longest first, and write out/runs.csv; return the exit status."""
     data = runs[0].config.data
     if any(run.config.data != data for run in runs):
-        raise ValueError("data differs between variants: all runs of a grid must read the same rows.")
+        raise ValueError(
+            "data differs between variants: all runs of a grid must read the same rows."
+        )
     packed = prepare(data, runs[0].config.data_folder, progress=True)
     check_tokens(packed, max(run.record["tokens"] for run in runs), data.allow_repeat)
     ended = [run for run in runs if _status(run) in ENDED]
-    missing = sorted((run for run in runs if _status(run) not in ENDED), key=lambda run: -run.seconds)
+    missing = sorted(
+        (run for run in runs if _status(run) not in ENDED), key=lambda run: -run.seconds
+    )
     if ended:
         console.print(f"{len(ended)} of {len(runs)} runs have ended before and are skipped.")
     try:
@@ -112,7 +146,9 @@ def run_grid(runs: Sequence[PlannedRun], out: Path, jobs: int, launch: bool, con
     for name in diverged:
         console.print(f"diverged: {name}", style="yellow", markup=False, highlight=False)
     finished = len(runs) - len(failed) - len(diverged)
-    console.print(f"{finished} of {len(runs)} runs finished; table in {out / 'runs.csv'}", highlight=False)
+    console.print(
+        f"{finished} of {len(runs)} runs finished; table in {out / 'runs.csv'}", highlight=False
+    )
     return 1 if failed else 0
 
 
@@ -135,12 +171,22 @@ def _launch_each(runs: Sequence[PlannedRun]) -> Outcome:
         recipe = run.config.folder / "config.yaml"
         if not recipe.is_file():
             save_config(run.config, recipe)
-        command = [sys.executable, "-m", "accelerate.commands.launch", "-m", "training", "--config", str(recipe)]
+        command = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "-m",
+            "training",
+            "--config",
+            str(recipe),
+        ]
         if subprocess.run(command, check=False).returncode == 130:
             raise KeyboardInterrupt
         record = read_record(run.config.folder) or {"status": "failed"}
         status = record["status"]
-        outcome[run.config.name] = status if status in ENDED else record.get("error", "it ended without a record")
+        outcome[run.config.name] = (
+            status if status in ENDED else record.get("error", "it ended without a record")
+        )
     return outcome
 
 
@@ -149,14 +195,23 @@ def _run_in_pool(runs: Sequence[PlannedRun], jobs: int, console: Console) -> Out
     context = multiprocessing.get_context("spawn")
     news, stop = context.Queue(), context.Event()
     outcome: Outcome = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+    )
     with (
         _single_threaded(),
-        ProcessPoolExecutor(jobs, mp_context=context, initializer=_set_up_worker, initargs=(news, stop)) as pool,
+        ProcessPoolExecutor(
+            jobs, mp_context=context, initializer=_set_up_worker, initargs=(news, stop)
+        ) as pool,
         Bars(*columns, console=console) as bars,
     ):
         board = _Board(bars, runs, jobs)
-        pending: dict[Future[str], PlannedRun] = {pool.submit(_work, run.config): run for run in runs}
+        pending: dict[Future[str], PlannedRun] = {
+            pool.submit(_work, run.config): run for run in runs
+        }
         try:
             while pending:
                 done, _ = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
@@ -197,7 +252,9 @@ class _Board:
         self.seconds = {run.config.name: run.seconds for run in runs}
         self.done = dict.fromkeys(self.seconds, 0.0)  # share of each run
         self.tasks: dict[str, TaskID] = {}
-        self.all = bars.add_task("grid", total=max(sum(self.seconds.values()), 1e-9), state="starting")
+        self.all = bars.add_task(
+            "grid", total=max(sum(self.seconds.values()), 1e-9), state="starting"
+        )
 
     def show(self, name: str, progress: Progress) -> None:
         """Update a run's bar."""
@@ -221,7 +278,11 @@ class _Board:
         elapsed = self.bars.tasks[0].elapsed or 0.0
         left = elapsed * (total - completed) / completed if completed else total / self.jobs
         ended = sum(share == 1.0 for share in self.done.values())
-        self.bars.update(self.all, completed=completed, state=f"{ended}/{len(self.done)} runs, about {_duration(left)} left")
+        self.bars.update(
+            self.all,
+            completed=completed,
+            state=f"{ended}/{len(self.done)} runs, about {_duration(left)} left",
+        )
 
 
 _news: Any = None

@@ -1,0 +1,126 @@
+"""The command line through a subprocess: what it prints, exit codes, JSON keys, no torch."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments):
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "error",
+        "PYTHONIOENCODING": "utf-8",
+    }
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        encoding="utf-8",
+        env=environment,
+        cwd=ROOT,
+    )
+
+
+def test_fit_prints_phi_and_writes_json_report_and_plots(tmp_path, paper_path):
+    done = run(
+        "-m", "scaling", "fit", paper_path, "--split", "regression",
+        "--json", tmp_path / "fit.json", "--plots", tmp_path / "plots",
+        "--report", tmp_path / "report.txt",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "φ = 0.4586, 95 % interval [0.41" in done.stdout
+    assert (tmp_path / "report.txt").read_text(encoding="utf-8") == done.stdout
+    value = json.loads((tmp_path / "fit.json").read_text(encoding="utf-8"))
+    assert {
+        "phi",
+        "phi_ci",
+        "alpha",
+        "beta",
+        "E",
+        "A",
+        "B",
+        "r2",
+        "rmse",
+        "split",
+        "n_runs",
+    } <= set(value)
+    assert value["phi"] == pytest.approx(0.4585, abs=5e-4)
+    assert len(value["phi_ci"]) == 2
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == [
+        "frontier.png",
+        "isoflops.png",
+        "predicted.png",
+    ]
+
+
+def test_errors_are_one_message_on_stderr_and_exit_code_two(tmp_path, make_grid, known_law):
+    path = tmp_path / "runs.csv"
+    make_grid(known_law, rs=(2,)).to_csv(path, index=False)
+    done = run("-m", "scaling", "fit", path, "--json", tmp_path / "fit.json")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"error: {path}: all runs have recurrences = 2")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "fit.json").exists()
+
+
+def test_drop_loss_unit_and_loss_column_reach_the_fit(tmp_path, make_grid, known_law):
+    grid = make_grid(known_law, noise=0.002)
+    grid["loss/math"] = grid["val_loss"] / 0.6931471805599453
+    grid.loc[0, "loss/math"] = -1.0
+    path = tmp_path / "runs.jsonl"
+    grid.to_json(path, orient="records", lines=True)
+    done = run(
+        "-m", "scaling", "fit", path, "--loss", "loss/math", "--loss-unit", "bits",
+        "--drop", grid.loc[0, "run_id"],
+        "--json", tmp_path / "fit.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    value = json.loads((tmp_path / "fit.json").read_text(encoding="utf-8"))
+    assert value["n_runs"] == len(grid) - 1
+    assert value["loss"] == "loss/math"
+    assert value["E"] < 2.2  # nats again: the law behind has 1.6
+
+
+def test_check_says_what_is_missing_for_which_fit(tmp_path, make_grid, known_law):
+    path = tmp_path / "runs.csv"
+    make_grid(known_law).drop(
+        columns=["n_injection", "train_flops_per_token", "shared_depth"]
+    ).to_csv(path, index=False)
+    done = run("-m", "scaling", "check", path)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout
+    assert "ready    joint law, --split text" in text
+    assert "missing  joint law, --split once" in text and "n_injection" in text
+    assert "missing  joint law, --split regression" in text and "shared_depth" in text
+    assert "ready    interval of φ" in text
+    assert "missing  frontier: column train_flops_per_token" in text
+
+
+def test_a_directory_of_run_directories_is_read(tmp_path, make_grid, known_law):
+    for record in make_grid(known_law, noise=0.003).to_dict("records"):
+        (tmp_path / record["run_id"]).mkdir()
+        (tmp_path / record["run_id"] / "run.json").write_text(json.dumps(record))
+    done = run("-m", "scaling", "check", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "27 finished runs; left out: none" in done.stdout
+
+
+def test_scaling_imports_neither_torch_nor_the_other_packages():
+    code = (
+        "import sys, scaling, scaling.__main__\n"
+        "assert 'matplotlib' not in sys.modules\n"  # fits work without it
+        "import scaling.plots\n"
+        "bad = {'torch', 'transformers', 'hf_looped', 'training', 'evaluation', 'model_cards'}\n"
+        "bad.add('matplotlib.pyplot')  # global state\n"
+        "print(sorted(bad & set(sys.modules)))"
+    )
+    done = run("-c", code)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
