@@ -340,7 +340,8 @@ class LoopedConfig(PreTrainedConfig):
                 self.state_init in ("auto", "prelude"),
                 "state_init",
                 self.state_init,
-                f"with injection={self.injection!r} the prelude's output enters only as the initial state; use 'prelude'",
+                f"with injection={self.injection!r} the prelude's output enters as the initial state only; use "
+                "'prelude'",
             )
 
 

@@ -3,8 +3,8 @@
 
 Equations are those of Schwethelm et al. 2026 (arXiv:2604.21106); README.md in this folder lists them.
 
-Shapes: B rows, T new tokens, S cached + new tokens, D hidden size, H heads, G key/value heads, C head size, V vocabulary,
-K lanes. Slots of the cache, one per layer call: prelude, coda, recurrence 0, recurrence 1, …, so that a larger r only
+Shapes: B rows, T new tokens, S cached + new tokens, D hidden size, H heads, G key/value heads, C head size,
+V vocabulary, K lanes. Slots of the cache, one per layer call: prelude, coda, recurrence 0, recurrence 1, …, so that a larger r only
 appends slots.
 """
 
@@ -98,7 +98,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def repeat_kv(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """Repeat each key/value head for its group of query heads. [B, G, S, C] → [B, H, S, C]"""
+    """Repeat each key/value head for its group of query heads, [B, G, S, C] → [B, H, S, C]."""
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
 
@@ -112,7 +112,7 @@ def eager_attention_forward(
     dropout: float = 0.0,
     **kwargs: Unpack[TransformersKwargs],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention by plain batched products: softmax(q·kᵀ·scaling + mask)·v. [B, H, T, C] → [B, T, H, C]
+    """Attention by plain batched products: softmax(q·kᵀ·scaling + mask)·v, [B, H, T, C] → [B, T, H, C].
 
     The softmax sums in float32 whatever the dtype of its input. On CPUs this beats the fused kernel in bfloat16
     for short sequences (tests/benchmarks/attention.py).
@@ -220,13 +220,13 @@ class LoopedDecoderLayer(GradientCheckpointingLayer):
         cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
-        """Apply the block. [B, T, D] → [B, T, D]"""
+        """Apply the block, [B, T, D] → [B, T, D]."""
         attention, _ = self.self_attn(self.input_layernorm(hidden_states), cache=cache, **kwargs)
         hidden_states = hidden_states + attention
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-# Injections. All share one interface: `start` makes what recurrences carry from the initial state, `read` gives the block's
+# Injections share one interface: `start` makes what recurrences carry from the initial state, `read` gives the block's
 # input at recurrence t, `write` takes the block's normed output back, `finish` gives the coda's input.
 
 
@@ -303,7 +303,7 @@ INJECTIONS = {
 
 
 def position_noise(position_ids: torch.Tensor, size: int, seed: int) -> torch.Tensor:
-    """N(0, 1) noise that is a function of seed, position and channel alone. [B, T] → [B, T, size], float32
+    """N(0, 1) noise that is a function of seed, position and channel alone, [B, T] → [B, T, size], float32.
 
     Counter-based, so that a token gets the same initial state with and without cache, padding or batch: the
     finaliser of MurmurHash3 (Appleby, public domain) over the counters gives uniform bits, Box–Muller the normals.
@@ -448,7 +448,7 @@ class LoopedModel(LoopedPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
 
     def _recur(self, e: torch.Tensor, r: int, cache: Cache | None, **kwargs) -> torch.Tensor:
-        """Run the shared block r times from the prelude's output e. [B, T, D] → [B, T, D]
+        """Run the shared block r times from the prelude's output e, [B, T, D] → [B, T, D].
 
         Recurrences before the last `backprop_recurrences` are not recorded for differentiation (truncated BPTT).
         """
@@ -486,7 +486,8 @@ class LoopedModel(LoopedPreTrainedModel):
         if self.config.injection == "hyperconnections" and r > self.config.num_trained_recurrences:
             raise ValueError(
                 f"num_recurrences is {r}, but this model has hyperconnections for "
-                f"{self.config.num_trained_recurrences} recurrences (num_trained_recurrences). Ask for at most that many."
+                f"{self.config.num_trained_recurrences} recurrences (num_trained_recurrences). Ask for at most that "
+                "many."
             )
         return r
 
@@ -530,7 +531,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
-        """Score tokens; arguments as in `LoopedModel.forward`, and
+        """Score tokens; arguments as in `LoopedModel.forward`, and these.
 
         Parameters
         ----------

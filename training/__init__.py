@@ -1,0 +1,1 @@
+"""Training: corpus, packing, MuonH with HyperP transfer, single runs and iso-FLOPs grids."""

@@ -16,25 +16,49 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hf_looped import LoopedConfig
 
+# Installed with this project; their docstrings and the standard library's come to about 37 MB.
+PACKAGES = (
+    "numpy",
+    "scipy",
+    "pandas",
+    "scikit-learn",
+    "sympy",
+    "mpmath",
+    "networkx",
+    "matplotlib",
+    "fonttools",
+    "narwhals",
+    "nltk",
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "evaluate",
+    "huggingface-hub",
+    "lm-eval",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Corpus, tokenizer and packing; lengths in tokens.
 
     corpus: "docstrings" (of the standard library and of `packages`, as installed), a Hub dataset's name, or one of
-    datasets' builders "parquet", "json", "text" with `files`. tokenizer: name or folder of a Transformers tokenizer; None
-    trains a byte-level BPE of `vocab_size` tokens on the corpus. sequence_length: T; packed rows hold T + 1 tokens.
+    datasets' builders "parquet", "json", "text" with `files`. document_characters: documents longer than this are cut
+    at blank lines, since packing drops what doesn't fit into a row. tokenizer: name or folder of a Transformers one;
+    None trains a byte-level BPE of `vocab_size` tokens on the corpus. sequence_length: T; packed rows hold T + 1 tokens.
     separate_documents: attention does not cross the documents of a row (the paper: it does). allow_repeat: more tokens
     than the corpus has may be asked, in several epochs. packing_buffer: documents among which the best fit is sought.
     """
 
     corpus: str = "docstrings"
-    packages: list[str] = field(default_factory=list)
+    packages: list[str] = field(default_factory=lambda: list(PACKAGES))
     files: list[str] = field(default_factory=list)
     dataset_config: str | None = None
     dataset_split: str = "train"
     text_column: str = "text"
     max_documents: int | None = None
+    document_characters: int | None = None
     validation_fraction: float = 0.005
     tokenizer: str | None = None
     vocab_size: int = 1024
@@ -46,9 +70,12 @@ class DataConfig:
     def __post_init__(self) -> None:
         _at_least("data.sequence_length", self.sequence_length, 2)
         _at_least("data.packing_buffer", self.packing_buffer, 1)
+        if self.document_characters is not None:
+            _at_least("data.document_characters", self.document_characters, 1)
         if not 0 < self.validation_fraction < 1:
             raise ValueError(
-                f"data.validation_fraction is {self.validation_fraction}: a share of the documents between 0 and 1 is needed."
+                f"data.validation_fraction is {self.validation_fraction}: a share of the documents between 0 and 1 is "
+                "needed."
             )
 
 
@@ -165,9 +192,9 @@ class TransferConfig:
 class TrainingConfig:
     """One run. Exactly one of `budget_flops` (C; steps = round(C / (FLOPs per token · batch))) and `steps` is given.
 
-    run_id: name of the run's folder in `out`; None: made of variant, budget, r, width and seed. batch_tokens: tokens of one step over
-    all processes; micro_batch_rows: rows of one forward pass; None: 64 rows at most. precision, attention: "auto" chooses
-    by hardware. checkpoint_every: steps between states to resume from.
+    run_id: name of the run's folder in `out`; None: made of variant, budget, r, width and seed. batch_tokens: tokens of
+    one step over all processes. micro_batch_rows: rows of one forward pass; None: as many as hold 16,384 tokens. precision,
+    attention: "auto" chooses by hardware. checkpoint_every: steps between states to resume from.
     """
 
     run_id: str | None = None

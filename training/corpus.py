@@ -129,6 +129,23 @@ def fingerprint_texts(texts: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
+def cut_document(text: str, characters: int | None) -> list[str]:
+    r"""Cut a document at blank lines into parts of at most `characters`; a longer paragraph stays whole.
+
+    >>> cut_document("One.\n\\nTwo.\\n\\nThree.", 12)
+    ['One.\\n\\nTwo.', 'Three.']
+    """
+    if characters is None or len(text) <= characters:
+        return [text]
+    parts: list[str] = []
+    for paragraph in text.split("\n\n"):
+        if parts and len(parts[-1]) + 2 + len(paragraph) <= characters:
+            parts[-1] += "\n\n" + paragraph
+        elif paragraph.strip():
+            parts.append(paragraph)
+    return parts
+
+
 def docstrings(source: bytes) -> list[str]:
     r'''List the docstrings of a module's source in their order; none where it doesn't parse.
 

@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 from transformers import PreTrainedTokenizerBase
 
 from .config import DataConfig
-from .corpus import Corpus, corpus_sources, load_corpus, progress_bar, quiet_datasets
+from .corpus import Corpus, corpus_sources, cut_document, load_corpus, progress_bar, quiet_datasets
 from .packing import PackingCounts, Row, pack
 from .tokenizer import load_tokenizer, tokenizer_fingerprint, train_tokenizer
 
@@ -41,6 +41,7 @@ SETTINGS = (
     "dataset_split",
     "text_column",
     "max_documents",
+    "document_characters",
     "validation_fraction",
     "tokenizer",
     "vocab_size",
@@ -292,9 +293,14 @@ def _write_split(
         nonlocal size
         for batch in documents.iter(batch_size=500):
             size += sum(len(text.encode("utf-8", "surrogatepass")) for text in batch["text"])
+            parts = [
+                part
+                for text in batch["text"]
+                for part in cut_document(text, data.document_characters)
+            ]
             # A special token spelled out in a text is text: BOS stands in front of documents only.
             yield from tokenizer(
-                batch["text"],
+                parts,
                 add_special_tokens=False,
                 split_special_tokens=True,
                 return_attention_mask=False,

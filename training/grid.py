@@ -1,7 +1,8 @@
 """Iso-FLOPs grids: budgets × widths × recurrences × seeds × variants, planned before anything runs.
 
-A grid is a YAML file in training/grids (or anywhere): a recipe and the axes. Every run of a grid reads the same rows in the same
-order, and every recurrence count has the same widths at a budget, as in Schwethelm et al. 2026 (arXiv:2604.21106, Table 6).
+A grid is a YAML file in training/grids (or anywhere): a recipe and the axes. Every run of a grid reads the same rows in
+the same order, and every recurrence count has the same widths at a budget, as in Schwethelm et al. 2026
+(arXiv:2604.21106, Table 6).
 """
 
 import time
@@ -38,8 +39,8 @@ class Budget:
 class GridConfig:
     """Axes of a grid around a recipe; `variants` maps a name to the recipe's fields that it changes.
 
-    Without variants there is one, "baseline", that changes nothing. Injection and truncation mean nothing for r = 1, so a
-    variant's r = 1 runs equal the baseline's: leave r = 1 out of its recurrences.
+    Without variants there is one, "baseline", that changes nothing. Injection and truncation mean nothing for r = 1:
+    leave it out of such a variant's grid and use the baseline's runs.
     """
 
     recipe: str
@@ -154,7 +155,8 @@ def measured_rate(width: int, config: TrainingConfig) -> float:
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng():
-            model = LoopedForCausalLM(architecture).to(device).train()
+            model: torch.nn.Module = LoopedForCausalLM(architecture).train()
+            model.to(device)
             tokens = torch.randint(PROBE_VOCABULARY, (PROBE_ROWS, PROBE_TOKENS), device=device)
         seconds = []
         for _ in range(4):

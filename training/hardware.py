@@ -1,7 +1,7 @@
 """What the machine does fast: precision, attention and the dtype of the orthogonalisation, chosen by rule.
 
-The rules come from tests/benchmarks/attention.py and are the same for every run of a grid on one kind of machine; the choices
-stand in the run record.
+The rules come from tests/benchmarks/attention.py and are the same for every run of a grid on one kind of machine; the
+choices stand in the run record.
 """
 
 import os
@@ -29,7 +29,7 @@ def choose_precision(config: TrainingConfig) -> str:
 
 
 def choose_attention(config: TrainingConfig) -> str:
-    """Return SDPA, but plain products for bf16 on CPUs and rows of at most 512 tokens, where the fused kernel is slow."""
+    """Return SDPA, but plain products for bf16 on CPUs up to 512 tokens, where the fused kernel is slow."""
     if config.attention != "auto":
         return config.attention
     short_bf16 = choose_precision(config) == "bf16" and config.data.sequence_length <= 512
@@ -53,6 +53,6 @@ def check_launch() -> None:
     )
     if launched and "WORLD_SIZE" not in os.environ:
         raise ValueError(
-            "accelerate launch was asked for several processes (num_processes > 1), but on CPUs it starts only one. Use "
-            "torchrun --nproc_per_node N -m training … instead, or ask for one process. (If one was asked, unset MASTER_ADDR.)"
+            "num_processes is above 1, but on CPUs accelerate launch starts only one process, in silence. Use torchrun "
+            "--nproc_per_node N -m training … instead, or ask for one process. (If one was asked, unset MASTER_ADDR.)"
         )

@@ -1,7 +1,7 @@
 """HyperP: learning rates moved from a reference point to a run's width, batch and horizon.
 
-Rules of Schwethelm et al. 2026 (arXiv:2604.21106, section 4.1), after Ren et al. 2026 (arXiv:2603.28743); symbols: d width, B tokens of a batch,
-D tokens of the run. Ratios are to the reference point of `TransferConfig`:
+Rules of Schwethelm et al. 2026 (arXiv:2604.21106, section 4.1), after arXiv:2603.28743. Symbols: d width, B tokens of a
+batch, D tokens of the run. Ratios are to the reference point of `TransferConfig`:
 
     MuonH matrices        base · (B/B_ref)^0.558 · (D/D_ref)^−0.32
     embedding, LM head    base · (B/B_ref)^0.558 · (d/d_ref)^−0.5
@@ -23,7 +23,7 @@ from .config import ModelConfig, OptimizerConfig, TransferConfig
 def reference_tokens(transfer: TransferConfig, model: ModelConfig) -> float:
     """D_ref, tokens: `tokens_per_parameter` for each executed parameter of the reference model of the same kind.
 
-    The reference is the width-`reference_width` model with `reference_recurrences` (looped) or one recurrence (unlooped).
+    The reference has width `reference_width` and `reference_recurrences`, or one recurrence if the model is unlooped.
     """
     head_dim = math.gcd(transfer.reference_width, model.head_dim)
     reference = LoopedConfig.iso_depth(
@@ -54,8 +54,8 @@ def learning_rates(
     if abs(math.log2(batch_tokens / transfer.reference_batch_tokens)) > 3:
         warnings.warn(
             f"batch_tokens is {batch_tokens:,}, more than 8 times away from transfer.reference_batch_tokens = "
-            f"{transfer.reference_batch_tokens:,}: the learning rates are not tuned there. Tune base rates near your batch and set "
-            "the reference to it.",
+            f"{transfer.reference_batch_tokens:,}: the learning rates are not tuned there. Tune base rates near your "
+            "batch and set the reference to it.",
             stacklevel=2,
         )
     batch = (batch_tokens / transfer.reference_batch_tokens) ** transfer.batch_exponent

@@ -277,8 +277,8 @@ def _micro_rows(config: TrainingConfig, processes: int) -> int:
     """Rows of one forward pass on one process."""
     if config.batch_rows % processes:
         raise ValueError(
-            f"batch_tokens is {config.batch_tokens}, {config.batch_rows} rows: they don't divide among {processes} processes. "
-            "Change batch_tokens or the number of processes."
+            f"batch_tokens is {config.batch_tokens}, {config.batch_rows} rows: they don't divide among {processes} "
+            "processes. Change batch_tokens or the number of processes."
         )
     share = config.batch_rows // processes
     if config.micro_batch_rows is not None:

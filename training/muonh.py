@@ -1,6 +1,6 @@
 """MuonH and AdamW in one optimiser: matrices move on spheres, everything else by AdamW.
 
-MuonH (Muon on the hyperball; Wen et al. 2026, arXiv:2606.16899, as used by Schwethelm et al. 2026, arXiv:2604.21106) orthogonalises the
+MuonH (Muon on the hyperball; arXiv:2606.16899, as used by Schwethelm et al. 2026, arXiv:2604.21106) orthogonalises the
 Nesterov momentum of a matrix, scales it to the matrix's initial Frobenius norm R, steps, and projects back onto
 ‖W‖_F = R, so that ‖ΔW‖ / ‖W‖ is the learning rate for every width. The orthogonalisation is Polar Express (Amsel et
 al. 2025, arXiv:2505.16932).
@@ -26,7 +26,7 @@ CHUNK = 16
 
 
 def orthogonalise(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Approximate U·Vᵀ of each matrix U·Σ·Vᵀ by five Polar Express steps. [n, rows, columns] → same, rows ≤ columns
+    """Approximate U·Vᵀ of each matrix U·Σ·Vᵀ, [n, rows, columns] with rows ≤ columns, by five Polar Express steps.
 
     Singular values end within about [0.4, 1.15]. Computed in `dtype`, returned in it. A zero matrix stays zero.
     """
@@ -73,8 +73,8 @@ class MuonH(torch.optim.Optimizer):
                 if parameter.ndim != 2 or parameter.dtype != torch.float32:
                     raise ValueError(
                         f"A muonh parameter has shape {tuple(parameter.shape)} and dtype {parameter.dtype}: MuonH "
-                        "needs whole matrices with float32 master weights. Put it in an 'adamw' group, or keep float32 weights and "
-                        "use autocast."
+                        "needs whole matrices with float32 master weights. Put it in an 'adamw' group, or keep float32 "
+                        "weights and use autocast."
                     )
 
     @torch.no_grad()
@@ -103,12 +103,12 @@ class MuonH(torch.optim.Optimizer):
                 radius = torch.linalg.vector_norm(matrix)
                 if radius == 0:
                     raise ValueError(
-                        f"A muonh matrix of shape {tuple(matrix.shape)} is zero: it would stay so, since its norm is kept. "
-                        "Initialise it, or put it in an 'adamw' group."
+                        f"A muonh matrix of shape {tuple(matrix.shape)} is zero: it would stay so, since its norm is "
+                        "kept. Initialise it, or put it in an 'adamw' group."
                     )
                 self.state[matrix] = {"momentum_buffer": torch.zeros_like(matrix), "radius": radius}
         momentum = group["momentum"]
-        gradients = [matrix.grad for matrix in stack]
+        gradients = _gradients(stack)
         buffers = [self.state[matrix]["momentum_buffer"] for matrix in stack]
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
         updates = torch._foreach_lerp(gradients, buffers, momentum)
@@ -141,7 +141,7 @@ class MuonH(torch.optim.Optimizer):
         states = [self.state[parameter] for parameter in parameters]
         adamw(
             parameters,
-            [parameter.grad for parameter in parameters],
+            _gradients(parameters),
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -155,6 +155,10 @@ class MuonH(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+
+def _gradients(parameters: list[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _stacks(matrices: list[Tensor]) -> Iterator[list[Tensor]]:

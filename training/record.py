@@ -31,7 +31,7 @@ VERSIONED = ("torch", "transformers", "accelerate", "datasets", "tokenizers")
 def architecture_of(
     config: TrainingConfig, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> LoopedConfig:
-    """Model config of a run; with the tokenizer, its special tokens stand in it and its size is checked.
+    """Return the model config of a run; given the tokenizer, with its special tokens, and its size checked.
 
     The vocabulary is `model.vocab_size`, or the tokenizer's rounded up to a multiple of 64; it does not depend on the
     corpus, so that a run's FLOPs are known before there is any data.
@@ -41,8 +41,8 @@ def architecture_of(
     if tokenizer is not None:
         if len(tokenizer) > vocab_size:
             raise ValueError(
-                f"model.vocab_size is {vocab_size}, but the tokenizer has {len(tokenizer)} tokens. Raise it to at least "
-                f"{len(tokenizer)}, leave it out, or use a smaller tokenizer."
+                f"model.vocab_size is {vocab_size}, but the tokenizer has {len(tokenizer)} tokens. "
+                f"Raise it to at least {len(tokenizer)}, leave it out, or use a smaller tokenizer."
             )
         ids = {
             f"{name}_token_id": getattr(tokenizer, f"{name}_token_id")

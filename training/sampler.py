@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 def rows_of_step(step: int, batch_rows: int, rows: int, seed: int) -> NDArray[np.int64]:
-    """Indices of the rows of a step, [batch_rows]; each epoch is a permutation of all rows by (seed, epoch).
+    """Return the rows that a step reads, [batch_rows]; each epoch is a permutation of all rows by (seed, epoch).
 
     >>> first_epoch = [int(i) for step in range(3) for i in rows_of_step(step, 2, 6, seed=0)]
     >>> sorted(first_epoch)

@@ -1,8 +1,8 @@
 """`python -m training.sweep --grid NAME --out DIR`: plan a grid, run what is missing, write the run table.
 
 On CPUs each core runs single-threaded runs in a process of its own (twice the throughput of one run on two threads); on
-GPUs, or with --launch, each run is one `accelerate launch` after another. Finished runs are skipped, half-finished ones resumed, failed
-ones tried again. Exit status: 0 all finished or diverged, 1 some failed, 2 bad input, 130 interrupted.
+GPUs, or with --launch, each run is one `accelerate launch` after another. Finished runs are skipped, half-finished ones
+resumed, failed ones tried again. Exit status: 0 all finished or diverged, 1 some failed, 2 bad input, 130 interrupted.
 """
 
 import argparse
@@ -260,7 +260,10 @@ class _Board:
         """Update a run's bar."""
         if name not in self.tasks:
             self.tasks[name] = self.bars.add_task(name, total=progress.steps, state="")
-        state = f"{progress.step}/{progress.steps} steps, loss {progress.loss:.3f}, {progress.tokens_per_s:,.0f} tokens/s"
+        state = (
+            f"{progress.step}/{progress.steps} steps, loss {progress.loss:.3f}, "
+            f"{progress.tokens_per_s:,.0f} tokens/s"
+        )
         self.bars.update(self.tasks[name], completed=progress.step, state=state)
         self.done[name] = progress.step / progress.steps
         self._show_all()
