@@ -4,8 +4,8 @@
 Equations are those of Schwethelm et al. 2026 (arXiv:2604.21106); README.md in this folder lists them.
 
 Shapes: B rows, T new tokens, S cached + new tokens, D hidden size, H heads, G key/value heads, C head size,
-V vocabulary, K lanes. Slots of the cache, one per layer call: prelude, coda, recurrence 0, recurrence 1, …, so that a larger r only
-appends slots.
+V vocabulary, K lanes. Slots of the cache, one per layer call: prelude, coda, recurrence 0, recurrence 1, …, so that a
+larger r only appends slots.
 """
 
 from collections.abc import Callable

@@ -46,7 +46,7 @@ class DataConfig:
     corpus: "docstrings" (of the standard library and of `packages`, as installed), a Hub dataset's name, or one of
     datasets' builders "parquet", "json", "text" with `files`. document_characters: documents longer than this are cut
     at blank lines, since packing drops what doesn't fit into a row. tokenizer: name or folder of a Transformers one;
-    None trains a byte-level BPE of `vocab_size` tokens on the corpus. sequence_length: T; packed rows hold T + 1 tokens.
+    None trains a byte-level BPE of `vocab_size` tokens on the corpus. sequence_length: T; rows hold T + 1 tokens.
     separate_documents: attention does not cross the documents of a row (the paper: it does). allow_repeat: more tokens
     than the corpus has may be asked, in several epochs. packing_buffer: documents among which the best fit is sought.
     """
@@ -193,8 +193,8 @@ class TrainingConfig:
     """One run. Exactly one of `budget_flops` (C; steps = round(C / (FLOPs per token · batch))) and `steps` is given.
 
     run_id: name of the run's folder in `out`; None: made of variant, budget, r, width and seed. batch_tokens: tokens of
-    one step over all processes. micro_batch_rows: rows of one forward pass; None: as many as hold 16,384 tokens. precision,
-    attention: "auto" chooses by hardware. checkpoint_every: steps between states to resume from.
+    one step over all processes. micro_batch_rows: rows of one forward pass; None: as many as hold 16,384 tokens.
+    precision, attention: "auto" chooses by hardware. checkpoint_every: steps between states to resume from.
     """
 
     run_id: str | None = None

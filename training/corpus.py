@@ -132,8 +132,8 @@ def fingerprint_texts(texts: Iterable[str]) -> str:
 def cut_document(text: str, characters: int | None) -> list[str]:
     r"""Cut a document at blank lines into parts of at most `characters`; a longer paragraph stays whole.
 
-    >>> cut_document("One.\n\\nTwo.\\n\\nThree.", 12)
-    ['One.\\n\\nTwo.', 'Three.']
+    >>> cut_document("One.\n\nTwo.\n\nThree.", 12)
+    ['One.\n\nTwo.', 'Three.']
     """
     if characters is None or len(text) <= characters:
         return [text]
