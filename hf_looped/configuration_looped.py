@@ -184,6 +184,11 @@ class LoopedConfig(PreTrainedConfig):
             else self.num_backprop_recurrences
         )
 
+    @property
+    def truncated(self) -> bool:
+        """Whether training differentiates fewer recurrences than it runs (truncated BPTT)."""
+        return self.backprop_recurrences < self.num_recurrences
+
     @classmethod
     def iso_depth(
         cls,
@@ -224,12 +229,13 @@ class LoopedConfig(PreTrainedConfig):
         """
         _require(recurrences >= 1, "recurrences", recurrences, "at least one recurrence is needed")
         _require(head_dim >= 1, "head_dim", head_dim, "must be at least 1")
+        below = hidden_size // head_dim * head_dim
+        nearest = f"{below} and {below + head_dim}" if below > 0 else str(head_dim)
         _require(
-            hidden_size >= head_dim and hidden_size % head_dim == 0,
+            hidden_size > 0 and hidden_size == below,
             "hidden_size",
             hidden_size,
-            f"must be a multiple of head_dim = {head_dim}; the nearest are "
-            f"{max(hidden_size // head_dim, 1) * head_dim} and {(hidden_size // head_dim + 1) * head_dim}",
+            f"must be a multiple of head_dim = {head_dim}; nearest multiple: {nearest}",
         )
         _require(
             0 < shared_depth <= effective_depth and (effective_depth - shared_depth) % 2 == 0,
@@ -306,7 +312,6 @@ class LoopedConfig(PreTrainedConfig):
             k,
             f"must lie in 1..num_recurrences = {r}, or be None for all",
         )
-        truncated = k is not None and k < r
         if self.injection == "hyperconnections":
             _require(
                 self.num_lanes >= 2,
@@ -315,7 +320,7 @@ class LoopedConfig(PreTrainedConfig):
                 "hyperconnections need at least two lanes (K >= 2)",
             )
             _require(
-                not truncated,
+                not self.truncated,
                 "num_backprop_recurrences",
                 k,
                 "hyperconnections have scalars for each recurrence, and those of the detached ones would never train; "
@@ -329,7 +334,7 @@ class LoopedConfig(PreTrainedConfig):
             )
         if self.injection == "passthrough":
             _require(
-                not truncated,
+                not self.truncated,
                 "num_backprop_recurrences",
                 k,
                 "with passthrough injection the prelude reaches the loss only through the detached recurrences and "

@@ -256,12 +256,16 @@ class AdditiveInjection(PassthroughInjection):
         return carried + e
 
 
+class InjectionProjection(nn.Linear):
+    """W of the linear injection, a class of its own for its initialisation [I ‖ 0]."""
+
+
 class LinearInjection(PassthroughInjection):
     """u(t) = W·[e ‖ h(t)], W [D, 2·D], initially [I ‖ 0] (eq. 5)."""
 
     def __init__(self, config: LoopedConfig):
         super().__init__(config)
-        self.proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.proj = InjectionProjection(2 * config.hidden_size, config.hidden_size, bias=False)
 
     def read(self, carried: torch.Tensor, e: torch.Tensor, t: int) -> torch.Tensor:
         return self.proj(torch.cat((e, carried), dim=-1))
@@ -311,9 +315,7 @@ def position_noise(position_ids: torch.Tensor, size: int, seed: int) -> torch.Te
     channels = torch.arange(2 * size, device=position_ids.device)
     counter = position_ids[..., None].long() * (2 * size) + channels
     bits = _mix64(_mix64(counter) ^ seed)
-    uniform = ((bits >> 40) & 0xFFFFFF).float().add_(
-        0.5
-    ) * 2.0**-24  # 24 bits, strictly inside (0, 1)
+    uniform = ((bits >> 40) & 0xFFFFFF).float().add_(0.5) * 2.0**-24  # 24 bits, in (0, 1]
     radius, angle = uniform.chunk(2, dim=-1)
     return torch.sqrt(-2.0 * torch.log(radius)) * torch.cos(2.0 * torch.pi * angle)
 
@@ -324,6 +326,10 @@ def _mix64(x: torch.Tensor) -> torch.Tensor:
     x = (x ^ ((x >> 33) & mask)) * -0xAE502812AA7333  # 0xFF51AFD7ED558CCD as a signed integer
     x = (x ^ ((x >> 33) & mask)) * -0x3B314601E57A13AD  # 0xC4CEB9FE1A85EC53
     return x ^ ((x >> 33) & mask)
+
+
+class LoopedLMHead(nn.Linear):
+    """LM head, a class of its own for its initialisation N(0, 0.001²)."""
 
 
 class LoopedPreTrainedModel(PreTrainedModel):
@@ -343,9 +349,11 @@ class LoopedPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise as in the paper's appendix C: matrices U(−a, a) with standard deviation 1/√fan_in."""
         scale = self.config.initializer_range
-        if isinstance(module, LinearInjection):
+        if isinstance(module, InjectionProjection):
             d = self.config.hidden_size
-            init.copy_(module.proj.weight, torch.cat((torch.eye(d), torch.zeros(d, d)), dim=1))
+            init.copy_(module.weight, torch.cat((torch.eye(d), torch.zeros(d, d)), dim=1))
+        elif isinstance(module, LoopedLMHead):
+            init.normal_(module.weight, mean=0.0, std=0.001 * scale)
         elif isinstance(module, HyperconnectionsInjection):
             r, lanes = module.alpha.shape
             init.copy_(module.alpha, torch.eye(lanes)[torch.arange(r) % lanes])
@@ -358,8 +366,6 @@ class LoopedPreTrainedModel(PreTrainedModel):
             init.uniform_(module.weight, -bound, bound)
         else:
             super()._init_weights(module)
-        if isinstance(module, LoopedForCausalLM):
-            init.normal_(module.lm_head.weight, mean=0.0, std=0.001 * scale)
 
 
 class LoopedModel(LoopedPreTrainedModel):
@@ -452,7 +458,9 @@ class LoopedModel(LoopedPreTrainedModel):
 
         Recurrences before the last `backprop_recurrences` are not recorded for differentiation (truncated BPTT).
         """
-        truncated = r - self.config.backprop_recurrences if self.training else 0
+        truncated = (
+            r - self.config.backprop_recurrences if self.training and self.config.truncated else 0
+        )
         carried = self.injection.start(self._initial_state(e, kwargs["position_ids"]))
         for t in range(r):
             with _without_gradient(e.device.type) if t < truncated else nullcontext():
@@ -513,7 +521,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     def __init__(self, config: LoopedConfig):
         super().__init__(config)
         self.model = LoopedModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = LoopedLMHead(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")

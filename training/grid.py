@@ -29,10 +29,11 @@ PROBE_ROWS, PROBE_TOKENS, PROBE_VOCABULARY = 4, 256, 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """One compute budget C in FLOPs and the widths trained at it."""
+    """One compute budget C in FLOPs, the widths trained at it, and its seeds where they differ from the grid's."""
 
     flops: float
     widths: list[int]
+    seeds: list[int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +101,9 @@ def expand(grid: GridConfig, out: str, overrides: Sequence[str] = ()) -> list[Tr
         OmegaConf.to_container(OmegaConf.load(recipe)) if recipe.is_file() else load_config(recipe)
     )
     configs = []
-    for budget, (variant, fields), r, seed in product(
-        grid.budgets, (grid.variants or {"baseline": {}}).items(), grid.recurrences, grid.seeds
-    ):
-        for width in budget.widths:
+    variants = grid.variants or {"baseline": {}}
+    for budget, (variant, fields), r in product(grid.budgets, variants.items(), grid.recurrences):
+        for width, seed in product(budget.widths, budget.seeds or grid.seeds):
             cell = {
                 "run_id": None,
                 "out": out,
@@ -114,11 +114,8 @@ def expand(grid: GridConfig, out: str, overrides: Sequence[str] = ()) -> list[Tr
                 "model": {"recurrences": r, "hidden_size": width},
             }
             merged = OmegaConf.to_container(OmegaConf.merge(base, fields, cell))
-            configs.append(
-                resolve(
-                    merged, overrides, source=f"{recipe.name}, {variant}, r = {r}, width {width}"
-                )
-            )
+            source = f"{recipe.name}, {variant}, r = {r}, width {width}"
+            configs.append(resolve(merged, overrides, source=source))
     names = [config.name for config in configs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
