@@ -4,6 +4,7 @@ Exit status: 0 finished, 1 diverged, 2 bad input, 130 interrupted (the same comm
 """
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -71,8 +72,10 @@ def _train_with_bar(config: TrainingConfig, console: Console) -> dict[str, Any]:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
+    # Not Accelerate's state: asked before the run sets it up, it would take every process for the only one.
+    others = os.environ.get("RANK", "0") != "0"
     with (
-        Bars(*columns, console=console, disable=not PartialState().is_main_process) as bars,
+        Bars(*columns, console=console, disable=others) as bars,
         _signals() as stop_asked,
     ):
         task = bars.add_task(config.name, total=1, state="starting", visible=False)

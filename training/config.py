@@ -5,6 +5,8 @@ resolved recipe is saved beside the run as config.yaml and reads back to the sam
 (Schwethelm et al. 2026, arXiv:2604.21106, sections 3.1 and 4.1, appendix C) where it has a value.
 """
 
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from hf_looped import LoopedConfig
 
@@ -104,7 +107,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         value = self.backprop_recurrences
-        if value not in ("all", "half") and not value.isdigit():
+        if self.vocab_size is not None:
+            _at_least("model.vocab_size", self.vocab_size, 1)
+        if value not in ("all", "half") and not (value.isascii() and value.isdecimal()):
             raise ValueError(
                 f"model.backprop_recurrences is {value!r}: use 'all', 'half' or a number of recurrences."
             )
@@ -164,6 +169,8 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _one_of("optimizer.orthogonalise", self.orthogonalise, ("auto", "fp32", "bf16"))
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas is {self.betas}: two numbers in [0, 1) are needed.")
         for name in ("muonh_lr", "embedding_lr", "lm_head_lr", "norm_lr", "hyperconnection_lr"):
             if getattr(self, name) <= 0:
                 raise ValueError(
@@ -186,6 +193,14 @@ class TransferConfig:
     width_exponent: float = -0.5
     batch_exponent: float = 0.558
     tokens_exponent: float = -0.32
+
+    def __post_init__(self) -> None:
+        for name in ("reference_width", "reference_batch_tokens", "reference_recurrences"):
+            _at_least(f"transfer.{name}", getattr(self, name), 1)
+        if self.tokens_per_parameter <= 0:
+            raise ValueError(
+                f"transfer.tokens_per_parameter is {self.tokens_per_parameter}: it must be positive."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,8 +236,21 @@ class TrainingConfig:
                 f"budget_flops is {self.budget_flops} and steps is {self.steps}: give exactly one of them, the compute "
                 "or the number of optimiser steps."
             )
-        if self.budget_flops is not None and self.budget_flops <= 0:
-            raise ValueError(f"budget_flops is {self.budget_flops}: it must be positive.")
+        if self.budget_flops is not None and not 0 < self.budget_flops < math.inf:
+            raise ValueError(
+                f"budget_flops is {self.budget_flops}: it must be positive and finite."
+            )
+        if self.run_id is not None and Path(self.run_id).name != self.run_id:
+            raise ValueError(
+                f"run_id is {self.run_id!r}: it must be the name of a folder, without slashes."
+            )
+        _at_least("seed", self.seed, 0)
+        looped = self.model.recurrences > 1
+        if looped and self.model.shared_depth % self.transfer.reference_recurrences:
+            raise ValueError(
+                f"transfer.reference_recurrences is {self.transfer.reference_recurrences}: it must divide "
+                f"model.shared_depth = {self.model.shared_depth}, since the reference model has the same depth."
+            )
         if self.steps is not None:
             _at_least("steps", self.steps, 1)
         for name in ("log_every", "checkpoint_every", "evaluation_rows"):
@@ -289,7 +317,20 @@ def load_config(recipe: Path | str, overrides: Sequence[str] = ()) -> TrainingCo
             raise ValueError(
                 f"{override!r} is not of the form field=value, e.g. model.hidden_size=64."
             )
-    return resolve(OmegaConf.to_container(OmegaConf.load(path)), overrides, source=str(path))
+    return resolve(read_yaml(path), overrides, source=str(path))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML file that holds fields; anything else is a ValueError that names the file and the line."""
+    try:
+        fields = OmegaConf.to_container(OmegaConf.load(path))
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(
+            f"{path} holds a list or a single value: it must hold fields, one `name: value` a line."
+        )
+    return {str(name): value for name, value in fields.items()}
 
 
 def resolve(fields: Any, overrides: Sequence[str] = (), source: str = "recipe") -> TrainingConfig:
@@ -304,13 +345,17 @@ def resolve(fields: Any, overrides: Sequence[str] = (), source: str = "recipe") 
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if error.full_key else ""
         raise ValueError(f"{source}: {key}{str(error).splitlines()[0]}") from error
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
     assert isinstance(config, TrainingConfig)
     return config
 
 
 def save_config(config: TrainingConfig, path: Path) -> None:
     """Write the resolved recipe; `load_config` reads it back to an equal object."""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
+    os.replace(partial, path)
 
 
 def _at_least(name: str, value: int, least: int) -> None:

@@ -19,7 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from hf_looped import LoopedConfig, LoopedForCausalLM
 from hf_looped.accounting import train_flops_per_token
 
-from .config import TrainingConfig, load_config, resolve
+from .config import TrainingConfig, load_config, read_yaml, resolve
+from .hyperp import check_batch
 from .record import architecture_of, describe
 
 FOLDER = Path(__file__).parent
@@ -76,11 +77,16 @@ def load_grid(name: str) -> GridConfig:
         )
     try:
         grid = OmegaConf.to_object(
-            OmegaConf.merge(OmegaConf.structured(GridConfig), OmegaConf.load(path))
+            OmegaConf.merge(OmegaConf.structured(GridConfig), read_yaml(path))
         )
     except OmegaConfBaseException as error:
         raise ValueError(f"{path}: {str(error).splitlines()[0]}") from error
     assert isinstance(grid, GridConfig)
+    for axis in ("budgets", "recurrences", "seeds"):
+        if not getattr(grid, axis):
+            raise ValueError(
+                f"{path}: {axis} is empty: a grid without it has no runs. Give at least one."
+            )
     return grid
 
 
@@ -97,9 +103,9 @@ def expand(grid: GridConfig, out: str, overrides: Sequence[str] = ()) -> list[Tr
         if grid.recipe.endswith(".yaml")
         else FOLDER / "recipes" / f"{grid.recipe}.yaml"
     )
-    base = (
-        OmegaConf.to_container(OmegaConf.load(recipe)) if recipe.is_file() else load_config(recipe)
-    )
+    if not recipe.is_file():
+        load_config(recipe)  # says what recipes there are
+    base = read_yaml(recipe)
     configs = []
     variants = grid.variants or {"baseline": {}}
     for budget, (variant, fields), r in product(grid.budgets, variants.items(), grid.recurrences):
@@ -128,6 +134,8 @@ def expand(grid: GridConfig, out: str, overrides: Sequence[str] = ()) -> list[Tr
 def plan(configs: Iterable[TrainingConfig]) -> list[PlannedRun]:
     """Count parameters, tokens and FLOPs of every run, and estimate its time on one core (or GPU) of this machine."""
     configs = list(configs)
+    for config in configs:
+        check_batch(config.transfer, config.batch_tokens)
     records = [describe(config, architecture_of(config)) for config in configs]
     widths = {min(config.model.hidden_size, PROBE_WIDTH): config for config in configs}
     rates = {width: measured_rate(width, config) for width, config in sorted(widths.items())}

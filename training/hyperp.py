@@ -39,6 +39,20 @@ def reference_tokens(transfer: TransferConfig, model: ModelConfig) -> float:
     return transfer.tokens_per_parameter * executed_parameters(reference)
 
 
+def check_batch(transfer: TransferConfig, batch_tokens: int) -> None:
+    """Warn when the batch is more than 8 times away from the reference.
+
+    The rule was measured near its reference; from 262,144 to 1,024 tokens it costs half a nat.
+    """
+    if abs(math.log2(batch_tokens / transfer.reference_batch_tokens)) > 3:
+        warnings.warn(
+            f"batch_tokens is {batch_tokens:,}, more than 8 times away from transfer.reference_batch_tokens = "
+            f"{transfer.reference_batch_tokens:,}: the learning rates are not tuned there. Tune base rates near your "
+            "batch and set the reference to it.",
+            stacklevel=2,
+        )
+
+
 def learning_rates(
     optimizer: OptimizerConfig,
     transfer: TransferConfig,
@@ -48,16 +62,9 @@ def learning_rates(
 ) -> dict[str, float]:
     """Peak learning rate of each role (matrix, embedding, lm_head, norm, scalar) by the rules above.
 
-    Warns when the batch is more than 8 times away from the reference: the rule was measured near it, and transferred
-    from 262,144 to 1,024 tokens it costs half a nat.
+    Warns as `check_batch` does.
     """
-    if abs(math.log2(batch_tokens / transfer.reference_batch_tokens)) > 3:
-        warnings.warn(
-            f"batch_tokens is {batch_tokens:,}, more than 8 times away from transfer.reference_batch_tokens = "
-            f"{transfer.reference_batch_tokens:,}: the learning rates are not tuned there. Tune base rates near your "
-            "batch and set the reference to it.",
-            stacklevel=2,
-        )
+    check_batch(transfer, batch_tokens)
     batch = (batch_tokens / transfer.reference_batch_tokens) ** transfer.batch_exponent
     width = (model.hidden_size / transfer.reference_width) ** transfer.width_exponent
     horizon = (tokens / reference_tokens(transfer, model)) ** transfer.tokens_exponent

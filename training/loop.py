@@ -5,6 +5,7 @@ Shapes: B rows of a micro-batch, T positions.
 
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -68,11 +69,9 @@ def train(
     """
     check_launch()
     transformers_logging.disable_progress_bar()
-    precision = choose_precision(config)
-    accelerator = Accelerator(
-        mixed_precision="bf16" if precision == "bf16" else "no", cpu=not torch.cuda.is_available()
-    )
-    record = _claim(config, accelerator)
+    # Autocast is the loop's own: Accelerate keeps one precision for all runs of a process.
+    accelerator = Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available())
+    record = _ended(config)
     if record is not None:
         return record
     with accelerator.main_process_first():
@@ -90,16 +89,12 @@ def train(
     return record
 
 
-def _claim(config: TrainingConfig, accelerator: Accelerator) -> dict[str, Any] | None:
-    """Make the run's folder, or return the record of a run that has ended in it."""
+def _ended(config: TrainingConfig) -> dict[str, Any] | None:
+    """Return the record of a run that has ended in this folder; refuse another run's folder."""
     folder = config.folder
-    saved = folder / "config.yaml"
-    if accelerator.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not saved.is_file():
-            save_config(config, saved)
-    accelerator.wait_for_everyone()
-    if load_config(saved) != config:
+    if not (folder / "config.yaml").is_file():
+        return None
+    if load_config(folder / "config.yaml") != config:
         raise ValueError(
             f"{folder} holds a run with another recipe (compare its config.yaml with yours). Give another run_id or "
             "out, or delete the folder."
@@ -122,6 +117,9 @@ class _Run:
         self.micro_rows = _micro_rows(config, accelerator.num_processes)
         attention, dtype = choose_attention(config), choose_orthogonalise_dtype(config)
         self.record |= environment() | {
+            "corpus": config.data.corpus,
+            "corpus_sources": json.dumps(packed.metadata["corpus"]["sources"]),
+            "corpus_fingerprint": packed.metadata["corpus"]["fingerprint"],
             "data_fingerprint": packed.data_fingerprint,
             "val_fingerprint": packed.val_fingerprint,
             "precision": choose_precision(config),
@@ -143,6 +141,11 @@ class _Run:
             parameter_groups(model, rates, config.optimizer), orthogonalise_dtype=dtype
         )
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        self.bf16 = choose_precision(config) == "bf16"
+        if accelerator.is_main_process:
+            config.folder.mkdir(parents=True, exist_ok=True)
+            save_config(config, config.folder / "config.yaml")
+        accelerator.wait_for_everyone()
         self.counters = Counters()
         accelerator.register_for_checkpointing(self.counters)
         load_state(accelerator, config.folder / "state")
@@ -216,9 +219,11 @@ class _Run:
         positions = None
         if self.config.data.separate_documents:
             positions = document_positions(inputs, self.packed.bos_token_id)
-        return self.model(
-            input_ids=inputs, shift_labels=targets, position_ids=positions, use_cache=False
-        ).loss
+        device = self.accelerator.device.type
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=self.bf16):
+            return self.model(
+                input_ids=inputs, shift_labels=targets, position_ids=positions, use_cache=False
+            ).loss
 
     def _log_entry(self, step: int, loss: float, tokens_per_s: float) -> dict[str, Any]:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -254,6 +259,7 @@ class _Run:
         if self.accelerator.is_main_process:
             model = self.accelerator.unwrap_model(self.model)
             save_model(model, self.packed.tokenizer, self.config.folder / "checkpoint")
+            shutil.rmtree(self.config.folder / "state", ignore_errors=True)
         return self.write(
             "finished", val_loss=loss, val_tokens=tokens, tokens_per_s=round(speed, 1)
         )

@@ -167,10 +167,9 @@ def _launch_each(runs: Sequence[PlannedRun]) -> Outcome:
     """Run one after another, each with `accelerate launch` on all devices it finds."""
     outcome: Outcome = {}
     for run in runs:
-        run.config.folder.mkdir(parents=True, exist_ok=True)
-        recipe = run.config.folder / "config.yaml"
-        if not recipe.is_file():
-            save_config(run.config, recipe)
+        recipe = Path(run.config.out) / "recipes" / f"{run.config.name}.yaml"
+        recipe.parent.mkdir(parents=True, exist_ok=True)
+        save_config(run.config, recipe)
         command = [
             sys.executable,
             "-m",
@@ -180,8 +179,12 @@ def _launch_each(runs: Sequence[PlannedRun]) -> Outcome:
             "--config",
             str(recipe),
         ]
-        if subprocess.run(command, check=False).returncode == 130:
-            raise KeyboardInterrupt
+        process = subprocess.Popen(command)
+        try:
+            process.wait()
+        except KeyboardInterrupt:
+            process.wait()  # it was interrupted too, and saves its state
+            raise
         record = read_record(run.config.folder) or {"status": "failed"}
         status = record["status"]
         outcome[run.config.name] = (
@@ -297,7 +300,7 @@ def _set_up_worker(news: Any, stop: Any) -> None:
     global _news, _stop
     _news, _stop = news, stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    warnings.simplefilter("ignore", UserWarning)  # the plan's own warnings are shown by the parent
+    warnings.simplefilter("ignore", UserWarning)  # the plan has shown them
     torch.set_num_threads(1)
 
 

@@ -2,8 +2,8 @@
 
 python tests/benchmarks/attention.py [--width 64] [--rounds 5]
 
-`training.hardware.choose_attention` follows this table. Rounds of both are interleaved, each on one thread; the ratio is
-between the fastest rounds in CPU seconds.
+`training.hardware.choose_attention` follows this table. Rounds of both are interleaved, each on one thread; the
+ratio is between the fastest rounds in CPU seconds.
 """
 
 import argparse

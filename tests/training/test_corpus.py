@@ -184,7 +184,7 @@ def test_the_standard_library_gives_its_own_documents_first():
     import argparse
     import inspect
 
-    corpus = load_corpus(DataConfig(max_documents=500))
+    corpus = load_corpus(DataConfig(packages=[], max_documents=500))
     texts = corpus.documents["text"][:]
     assert len(texts) == len(set(texts)) == 500
     assert inspect.getdoc(argparse.ArgumentParser) in texts

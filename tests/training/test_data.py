@@ -9,9 +9,12 @@ import datasets
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from training import data as data_module
 from training.config import DataConfig
+from training.corpus import cut_document
 from training.data import check_tokens, open_packed, prepare, split_documents
 from training.packing import pack
 from training.tokenizer import train_tokenizer
@@ -164,6 +167,7 @@ def test_a_finished_folder_is_opened_and_not_made_again(config, packed, monkeypa
         ("packing_buffer", 20, 21),
         ("validation_fraction", 0.1, 0.2),
         ("max_documents", None, 10),
+        ("document_characters", None, 80),
         ("corpus", "json", "docstrings"),
     ],
 )
@@ -286,6 +290,71 @@ def test_progress_is_shown_only_when_asked_for(config, tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
     prepare(config, tmp_path / "shown", progress=True)
     assert "packing train" in capsys.readouterr().out
+
+
+PARAGRAPH = st.text("ab \u00e9", min_size=1, max_size=12).filter(str.strip)
+
+
+@settings(max_examples=200, deadline=None)
+@given(paragraphs=st.lists(PARAGRAPH, min_size=1, max_size=12), characters=st.integers(1, 40))
+def test_parts_of_a_document_are_whole_paragraphs_as_many_as_fit(paragraphs, characters):
+    """In order, none lost; a part above the limit is one paragraph; two neighbours would not fit into one part."""
+    parts = cut_document("\n\n".join(paragraphs), characters)
+    assert "\n\n".join(parts) == "\n\n".join(paragraphs)
+    for part in parts:
+        assert len(part) <= characters or part in paragraphs
+    for part, following in zip(parts, parts[1:], strict=False):
+        assert len(part) + 2 + len(following.split("\n\n")[0]) > characters
+
+
+def test_none_and_a_limit_that_no_text_reaches_leave_texts_whole():
+    text = "One.\n\nTwo, longer than the first.\n\n \n\n"
+    assert cut_document(text, None) == cut_document(text, len(text)) == [text]
+    assert cut_document(text, 28) == ["One.", "Two, longer than the first."]
+    assert cut_document("x" * 50, 10) == ["x" * 50]  # nowhere to cut
+
+
+@pytest.mark.parametrize("characters", [None, 60, 10_000])
+def test_documents_are_split_whole_and_then_packed_by_their_parts(tmp_path, characters):
+    """The split goes by the whole text's hash; rows are those of its parts, cut here by hand, each with its own BOS."""
+    short = make_texts(240)
+    texts = ["\n\n".join(short[i : i + 4]) for i in range(0, 240, 4)]
+    config = DataConfig(
+        corpus="json", files=[write_corpus(tmp_path / "corpus.jsonl", texts)], vocab_size=300,
+        sequence_length=T, validation_fraction=0.2, packing_buffer=20, document_characters=characters,
+    )  # fmt: skip
+    packed = prepare(config, tmp_path / "packed", progress=False)
+
+    def parts(text):
+        """One paragraph after another, as long as the joined text stays within the limit."""
+        found = []
+        for paragraph in text.split("\n\n"):
+            joined = [*found[-1:], paragraph]
+            if found and len("\n\n".join(joined)) <= characters:
+                found[-1] = "\n\n".join(joined)
+            else:
+                found.append(paragraph)
+        return found
+
+    in_validation = hashes_below(texts, 0.2)
+    for rows, name, wanted in (
+        (packed.train, "train", False),
+        (packed.validation, "validation", True),
+    ):
+        chosen = [
+            text for text, inside in zip(texts, in_validation, strict=True) if inside == wanted
+        ]
+        pieces = [part for text in chosen for part in (parts(text) if characters == 60 else [text])]
+        assert len(pieces) > len(chosen) if characters == 60 else pieces == chosen
+        ids = [
+            packed.tokenizer.encode(piece, add_special_tokens=False, split_special_tokens=True)
+            for piece in pieces
+        ]
+        expected = np.stack(list(pack(ids, row_length=T + 1, bos_token_id=0, buffer=20)))
+        np.testing.assert_array_equal(rows[np.arange(len(rows))], expected)
+        record = packed.metadata["splits"][name]
+        assert record["documents"] == len(pieces)
+        assert record["bytes"] == sum(len(text.encode()) for text in chosen)
 
 
 @pytest.mark.skipif(not TEXTBOOKS.exists(), reason="the textbook corpus is not here")

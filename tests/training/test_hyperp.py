@@ -1,0 +1,159 @@
+"""HyperP's exponents, the schedule, and which parameter goes into which group."""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+from hf_looped import LoopedForCausalLM
+from hf_looped.modeling_looped import HyperconnectionsInjection, LoopedRMSNorm
+from training.config import ModelConfig, OptimizerConfig, TransferConfig
+from training.hyperp import learning_rates, parameter_groups, reference_tokens, schedule
+
+OPTIMIZER, TRANSFER = OptimizerConfig(), TransferConfig()
+BATCH = 262_144
+
+
+def rates(model=None, batch=BATCH, tokens=1_000_000_000):
+    return learning_rates(OPTIMIZER, TRANSFER, model or ModelConfig(), batch, tokens)
+
+
+def ratios(numerator, denominator):
+    return {role: numerator[role] / denominator[role] for role in denominator}
+
+
+def test_at_the_reference_point_rates_are_the_base_rates_of_the_paper():
+    """Table 4's values; tokens are whole, so the horizon is off its reference by up to half of 1e9."""
+    for model in (ModelConfig(), ModelConfig(recurrences=1)):
+        tokens = round(reference_tokens(TRANSFER, model))
+        expected = {
+            "matrix": 0.014,
+            "embedding": 0.3,
+            "lm_head": 0.004,
+            "norm": 0.005,
+            "scalar": 0.01,
+        }
+        assert rates(model, tokens=tokens) == pytest.approx(expected, rel=1e-8)
+
+
+def test_doubling_the_batch_multiplies_by_2_to_the_0558_all_but_norms_and_scalars():
+    factor = 2**0.558
+    assert ratios(rates(batch=2 * BATCH), rates()) == pytest.approx(
+        {"matrix": factor, "embedding": factor, "lm_head": factor, "norm": 1, "scalar": 1},
+        rel=1e-12,
+    )
+
+
+def test_doubling_the_width_divides_by_the_root_of_2_all_but_matrices():
+    factor = 2**-0.5
+    assert ratios(rates(ModelConfig(hidden_size=1280)), rates()) == pytest.approx(
+        {"matrix": 1, "embedding": factor, "lm_head": factor, "norm": factor, "scalar": factor},
+        rel=1e-12,
+    )
+
+
+def test_doubling_the_tokens_multiplies_matrices_alone_by_2_to_the_minus_032():
+    assert ratios(rates(tokens=2_000_000_000), rates()) == pytest.approx(
+        {"matrix": 2**-0.32, "embedding": 1, "lm_head": 1, "norm": 1, "scalar": 1}, rel=1e-12
+    )
+
+
+@pytest.mark.parametrize(("r", "published"), [(1, 0.983e9), (4, 1.016e9), (8, 1.016e9)])
+def test_reference_tokens_are_those_of_the_paper(r, published):
+    """Looped models share the reference with r = 4; published to four digits."""
+    found = reference_tokens(TRANSFER, ModelConfig(recurrences=r, hidden_size=384))
+    assert found == pytest.approx(published, rel=1e-3)
+
+
+def test_reference_tokens_follow_the_recipe_and_not_the_width_of_the_run():
+    model = ModelConfig()
+    twice = replace(TRANSFER, tokens_per_parameter=20.0)
+    assert reference_tokens(twice, model) == 2 * reference_tokens(TRANSFER, model)
+    wide = ModelConfig(hidden_size=1280)
+    assert reference_tokens(TRANSFER, wide) == reference_tokens(TRANSFER, model)
+    # 20·(12·d² + 2·d) parameters, counted by hand.
+    nano = replace(TRANSFER, reference_width=64)
+    assert reference_tokens(nano, ModelConfig(recurrences=1, head_dim=16)) == 10 * 20 * (
+        12 * 64**2 + 2 * 64
+    )
+
+
+@pytest.mark.parametrize("batch", [BATCH // 16, BATCH * 16, 1024])
+def test_a_batch_more_than_8_times_away_from_the_reference_warns(batch):
+    with pytest.warns(UserWarning, match=f"batch_tokens is {batch:,}.*262,144.*Tune base rates"):
+        rates(batch=batch)
+
+
+@pytest.mark.parametrize("batch", [BATCH // 8, BATCH, BATCH * 8])
+def test_a_batch_within_8_times_of_the_reference_does_not_warn(batch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rates(batch=batch)
+
+
+def test_the_schedule_is_linear_from_1_to_a_tenth_and_depends_on_nothing_else():
+    """Closed form 1 − 0.9·k/N; asked in any order it says the same."""
+    steps = 37
+    expected = {k: 1 - 0.9 * k / steps for k in range(steps)}
+    found = {k: schedule(k, steps, 0.1) for k in reversed(range(steps))}
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert schedule(0, steps, 0.1) == 1.0
+    assert schedule(steps, steps, 0.1) == pytest.approx(0.1, rel=1e-12)
+    assert schedule(0, 1, 0.1) == 1.0  # a run of a single step takes it at the peak
+
+
+def role_by_module(model):
+    """Role of each parameter by the class of the module that owns it."""
+    roles = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            if isinstance(module, nn.Embedding):
+                roles[id(parameter)] = "embedding"
+            elif name == "lm_head":
+                roles.setdefault(id(parameter), "lm_head")  # a tied one is the embedding
+            elif isinstance(module, nn.Linear):
+                roles[id(parameter)] = "matrix"
+            elif isinstance(module, LoopedRMSNorm):
+                roles[id(parameter)] = "norm"
+            elif isinstance(module, HyperconnectionsInjection):
+                roles[id(parameter)] = "scalar"
+    return roles
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("injection", "r"),
+    [("linear", 2), ("additive", 2), ("passthrough", 2), ("hyperconnections", 2), ("linear", 1)],
+)
+def test_every_parameter_lands_in_one_group_by_its_role(injection, r, tied):
+    config = ModelConfig(
+        hidden_size=16, head_dim=8, recurrences=r, effective_depth=4, shared_depth=2,
+        injection=injection, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = LoopedForCausalLM(config.build(64, 8))
+    wanted = {"matrix": 1.0, "embedding": 2.0, "lm_head": 3.0, "norm": 4.0, "scalar": 5.0}
+    groups = parameter_groups(
+        model, wanted, replace(OPTIMIZER, momentum=0.9, betas=[0.7, 0.9], eps=1e-8)
+    )
+    found = [(id(p), group["role"]) for group in groups for p in group["params"]]
+    assert len(found) == len({parameter for parameter, _ in found})
+    assert dict(found) == role_by_module(model)
+    assert len(found) == len(list(model.parameters()))
+    for group in groups:
+        assert group["params"]
+        assert group["algorithm"] == ("muonh" if group["role"] == "matrix" else "adamw")
+        assert group["lr"] == group["peak_lr"] == wanted[group["role"]]
+        assert (group["momentum"], group["betas"], group["eps"]) == (0.9, (0.7, 0.9), 1e-8)
+    roles = {role for _, role in found}
+    assert ("scalar" in roles) == (injection == "hyperconnections")
+    assert ("lm_head" in roles) == (not tied)
+
+
+def test_a_parameter_without_known_role_is_refused_by_name():
+    model = LoopedForCausalLM(
+        ModelConfig(hidden_size=16, head_dim=8, effective_depth=4, shared_depth=4).build(64, 8)
+    )
+    model.extra = nn.Linear(2, 3, bias=False)
+    with pytest.raises(ValueError, match=r"extra\.weight, shape \(3, 2\): no learning-rate role"):
+        parameter_groups(model, rates(), OPTIMIZER)

@@ -1,0 +1,180 @@
+"""A grid from plan to run table: what runs, what is skipped, and what a failure does to the rest."""
+
+import io
+import json
+import shutil
+from contextlib import redirect_stderr
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from omegaconf import OmegaConf
+from rich.console import Console
+
+import training
+from hf_looped.accounting import train_flops_per_token
+from scaling.runs import read_table
+from training import sweep
+from training.config import resolve, save_config
+from training.grid import PlannedRun, expand, load_grid
+from training.loop import train
+from training.record import architecture_of, describe
+from training.sweep import main, run_grid
+
+ROOT = Path(training.__file__).parents[1]
+
+
+@dataclass
+class Call:
+    """What one call of the command gave: exit status, text, and the run table after it."""
+
+    status: int
+    text: str
+    table: pd.DataFrame | None
+
+
+def call(out, grid, *arguments):
+    stream = io.StringIO()
+    with redirect_stderr(stream), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "300")
+        status = main(["--grid", str(grid), "--out", str(out), *arguments])
+    table = read_table(out / "runs.csv") if (out / "runs.csv").is_file() else None
+    return Call(status, stream.getvalue(), table)
+
+
+@pytest.fixture(scope="module")
+def grid(recipe_fields, tmp_path_factory):
+    """2 widths × r ∈ {1, 2} at a budget of about four steps."""
+    folder = tmp_path_factory.mktemp("grid")
+    OmegaConf.save(OmegaConf.create(recipe_fields | {"steps": 1}), folder / "tiny.yaml")
+    architecture = architecture_of(resolve(recipe_fields | {"steps": 1}))
+    flops = 4 * 128 * train_flops_per_token(architecture, 32)
+    (folder / "grid.yaml").write_text(
+        f"recipe: {folder / 'tiny.yaml'}\nrecurrences: [1, 2]\n"
+        f"budgets: [{{flops: {float(flops)}, widths: [16, 24]}}]\n"
+    )
+    return folder / "grid.yaml"
+
+
+@pytest.fixture(scope="module")
+def swept(grid, tmp_path_factory):
+    """Plan alone; sweep with one folder in the way; launch the one that is missing without it; and once more."""
+    out = tmp_path_factory.mktemp("sweep") / "runs"
+    dry = call(out, grid, "--dry-run")
+    assert not out.exists()
+    configs = expand(load_grid(str(grid)), str(out))
+    blocked = configs[1]
+    blocked.folder.mkdir(parents=True)
+    save_config(replace(blocked, seed=99), blocked.folder / "config.yaml")
+    first = call(out, grid, "--jobs", "1")
+    shutil.rmtree(blocked.folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        second = call(out, grid, "--launch")
+    before = {path: path.read_bytes() for path in out.glob("*/run.json")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "train", lambda *_: pytest.fail("trained again"))
+        third = call(out, grid, "--jobs", "1")
+    assert before == {path: path.read_bytes() for path in out.glob("*/run.json")}
+    return configs, dry, first, second, third
+
+
+def test_a_dry_run_prints_the_plan_and_exits_0(swept):
+    configs, dry, *_ = swept
+    assert dry.status == 0 and "4 runs" in dry.text
+    for config in configs:
+        record = describe(config, architecture_of(config))
+        (line,) = [line for line in dry.text.splitlines() if config.name in line]
+        n = record["n_once"] + record["n_rec"]
+        for value in (n, record["tokens"], record["steps"]):
+            assert f" {value:,} " in line
+        assert f"{record['total_flops']:.3g}" in line
+
+
+def test_a_failing_run_is_reported_and_the_others_finish(swept):
+    configs, _, first, *_ = swept
+    assert first.status == 1
+    (line,) = [line for line in first.text.splitlines() if line.startswith("failed: ")]
+    assert configs[1].name in line and "another recipe" in line
+    assert "3 of 4 runs finished" in first.text
+    assert set(first.table["run_id"]) == {c.name for c in configs} - {configs[1].name}
+
+
+def test_the_next_call_runs_what_is_missing_and_skips_the_rest(swept):
+    configs, _, _, second, _ = swept
+    assert second.status == 0
+    assert "3 of 4 runs have ended before and are skipped" in second.text
+    assert "4 of 4 runs finished" in second.text
+    assert set(second.table["run_id"]) == {config.name for config in configs}
+
+
+def test_a_complete_grid_trains_nothing(swept):
+    *_, second, third = swept
+    assert third.status == 0 and "4 of 4 runs have ended before" in third.text
+    pd.testing.assert_frame_equal(second.table, third.table)
+
+
+def test_the_run_table_is_what_scaling_reads(swept):
+    """A row for each run, from its record; every needed column filled."""
+    configs, *_, third = swept
+    table = third.table.set_index("run_id")
+    assert len(table) == 4 and (table["status"] == "finished").all()
+    for config in configs:
+        record = json.loads((config.folder / "run.json").read_text())
+        row = table.loc[config.name]
+        for name in ("recurrences", "n_once", "n_rec", "tokens", "val_loss", "budget_flops"):
+            assert row[name] == record[name]
+        assert record["attention"] and record["precision"] == "fp32"
+    assert set(zip(table["recurrences"], table["hidden_size"], strict=True)) == {
+        (1, 16), (1, 24), (2, 16), (2, 24),
+    }  # fmt: skip
+
+
+def test_every_architecture_of_a_grid_has_the_same_data(swept):
+    table = swept[-1].table
+    assert table["data_fingerprint"].nunique() == table["val_fingerprint"].nunique() == 1
+    assert table["val_tokens"].nunique() == 1 and (table["steps"] > 1).all()
+
+
+def test_a_run_started_by_accelerate_launch_is_the_one_that_train_gives(swept):
+    """The second call was `--launch`; the recipe trained here has its loss, up to the order of sums."""
+    configs, *_, third = swept
+    row = third.table.set_index("run_id").loc[configs[1].name]
+    twin = train(replace(configs[1], run_id="twin"))
+    assert row["val_loss"] == pytest.approx(twin["val_loss"], rel=1e-5)
+
+
+def test_variants_with_other_data_are_refused_before_anything_runs(recipe_fields, tmp_path):
+    fields = recipe_fields | {"steps": 1, "out": str(tmp_path)}
+    configs = [resolve(fields, ["run_id=a"]), resolve(fields, ["run_id=b", "data.vocab_size=301"])]
+    runs = [
+        PlannedRun(config=c, record=describe(c, architecture_of(c)), seconds=1.0) for c in configs
+    ]
+    with pytest.raises(ValueError, match="data differs between variants"):
+        run_grid(runs, tmp_path, 1, False, Console(quiet=True))
+    assert not any(tmp_path.iterdir())
+
+
+def test_bad_input_exits_2_with_one_error_and_leaves_nothing(grid, tmp_path):
+    cases = {
+        ("--grid", "none"): "--grid is 'none': no such grid",
+        ("--grid", str(grid), "model.head_dim=5"): "hidden_size is 16",
+        ("--grid", str(grid), "model.hiden=5"): "model.hiden",
+        ("--grid", str(grid), "batch_tokens=33"): "batch_tokens is 33",
+    }
+    for arguments, words in cases.items():
+        done = call(tmp_path / "out", arguments[1], *arguments[2:])
+        assert done.status == 2 and words in done.text, arguments
+        assert done.text.startswith("error: ") and "Traceback" not in done.text
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_grid_that_asks_for_more_tokens_than_there_are_runs_nothing(grid, tmp_path):
+    text = grid.read_text()
+    start = text.index("flops: ") + len("flops: ")
+    (tmp_path / "large.yaml").write_text(text[:start] + "1e11" + text[text.index(",", start) :])
+    done = call(tmp_path / "out", tmp_path / "large.yaml", "--jobs", "1")
+    assert done.status == 2 and "data.allow_repeat=true" in done.text
+    assert not list((tmp_path / "out").glob("*/run.json"))
