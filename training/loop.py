@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def _ended(config: TrainingConfig) -> dict[str, Any] | None:
     folder = config.folder
     if not (folder / "config.yaml").is_file():
         return None
-    if load_config(folder / "config.yaml") != config:
+    if replace(load_config(folder / "config.yaml"), out=config.out) != config:  # it may have moved
         raise ValueError(
             f"{folder} holds a run with another recipe (compare its config.yaml with yours). Give another run_id or "
             "out, or delete the folder."
