@@ -71,7 +71,7 @@ def train(
     transformers_logging.disable_progress_bar()
     # Autocast is the loop's own: Accelerate keeps one precision for all runs of a process.
     accelerator = Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available())
-    record = _ended(config)
+    record = ended_record(config)
     if record is not None:
         return record
     with accelerator.main_process_first():
@@ -89,8 +89,11 @@ def train(
     return record
 
 
-def _ended(config: TrainingConfig) -> dict[str, Any] | None:
-    """Return the record of a run that has ended in this folder; refuse another run's folder."""
+def ended_record(config: TrainingConfig) -> dict[str, Any] | None:
+    """Return the record of the run if it has finished or diverged before, else None.
+
+    Raises ValueError if its folder holds a run with another recipe.
+    """
     folder = config.folder
     if not (folder / "config.yaml").is_file():
         return None

@@ -31,7 +31,7 @@ from scaling.runs import collect_runs, write_table
 from .config import TrainingConfig, save_config
 from .data import check_tokens, prepare
 from .grid import PlannedRun, expand, load_grid, plan
-from .loop import Interrupted, Progress, train
+from .loop import Interrupted, Progress, ended_record, train
 from .record import read_record
 
 Outcome = dict[str, str]  # run id → status, or the error's text
@@ -128,17 +128,23 @@ def run_grid(
         )
     packed = prepare(data, runs[0].config.data_folder, progress=True)
     check_tokens(packed, max(run.record["tokens"] for run in runs), data.allow_repeat)
-    ended = [run for run in runs if _status(run) in ENDED]
-    missing = sorted(
-        (run for run in runs if _status(run) not in ENDED), key=lambda run: -run.seconds
-    )
+    ended = {run.config.name: status for run in runs if (status := _ended_as(run))}
+    missing = [run for run in runs if run.config.name not in ended]
+    missing.sort(key=lambda run: -run.seconds)
     if ended:
         console.print(f"{len(ended)} of {len(runs)} runs have ended before and are skipped.")
+    others = {path.parent.name for path in out.glob("*/run.json")} - {r.config.name for r in runs}
+    if others:
+        console.print(
+            f"{len(others)} further runs in {out} are not of this grid, but will stand in its table: "
+            f"{', '.join(sorted(others)[:3])}{', …' if len(others) > 3 else ''}",
+            style="yellow",
+        )
     try:
         outcome = _launch_each(missing) if launch else _run_in_pool(missing, jobs, console)
     finally:
         write_runs(out)
-    outcome |= {run.config.name: str(_status(run)) for run in ended}
+    outcome |= ended
     failed = {name: status for name, status in outcome.items() if status not in ENDED}
     diverged = [name for name, status in outcome.items() if status == "diverged"]
     for name, status in failed.items():
@@ -158,9 +164,13 @@ def write_runs(out: Path) -> None:
         write_table(collect_runs(out), out / "runs.csv")
 
 
-def _status(run: PlannedRun) -> str | None:
-    record = read_record(run.config.folder)
-    return record["status"] if record else None
+def _ended_as(run: PlannedRun) -> str | None:
+    """How a run has ended before, if it has; another recipe's run has not, and is refused when trained."""
+    try:
+        record = ended_record(run.config)
+    except ValueError:
+        return None
+    return str(record["status"]) if record else None
 
 
 def _launch_each(runs: Sequence[PlannedRun]) -> Outcome:
@@ -306,13 +316,26 @@ def _set_up_worker(news: Any, stop: Any) -> None:
 
 def _work(config: TrainingConfig) -> str:
     """Train one run in a worker; returns its status."""
-    if _stop.is_set():
-        return "interrupted"
     try:
-        record = train(config, lambda progress: _news.put((config.name, progress)), _stop.is_set)
+        if _stop_asked():
+            return "interrupted"
+        record = train(config, lambda progress: _news.put((config.name, progress)), _stop_asked)
+        return str(record["status"])
     except Interrupted:
         return "interrupted"
-    return str(record["status"])
+    finally:
+        if _orphaned():
+            os._exit(1)  # nobody is left to take the result or to hand out more
+
+
+def _stop_asked() -> bool:
+    """Whether the sweep was interrupted, or was killed and leaves this worker behind."""
+    return bool(_stop.is_set()) or _orphaned()
+
+
+def _orphaned() -> bool:
+    parent = multiprocessing.parent_process()
+    return parent is not None and not parent.is_alive()
 
 
 @contextmanager

@@ -3,11 +3,16 @@
 import io
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
+import psutil
 import pytest
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -178,3 +183,87 @@ def test_a_grid_that_asks_for_more_tokens_than_there_are_runs_nothing(grid, tmp_
     done = call(tmp_path / "out", tmp_path / "large.yaml", "--jobs", "1")
     assert done.status == 2 and "data.allow_repeat=true" in done.text
     assert not list((tmp_path / "out").glob("*/run.json"))
+
+
+def test_a_finished_run_of_another_recipe_is_not_taken_for_done(swept, grid, tmp_path):
+    """Names don't tell learning rates apart: a changed recipe in the same folder is refused, not skipped."""
+    configs, *_ = swept
+    out = tmp_path / "runs"
+    shutil.copytree(configs[0].out, out)
+    again = call(out, grid, "--jobs", "1", "optimizer.muonh_lr=0.001")
+    assert again.status == 1 and "ended before" not in again.text
+    assert again.text.count("another recipe") == len(configs)
+
+
+def test_runs_of_another_grid_in_the_folder_are_named(swept, tmp_path):
+    configs, *_ = swept
+    out = tmp_path / "runs"
+    shutil.copytree(configs[0].out, out)
+    runs = [
+        PlannedRun(
+            config=replace(c, out=str(out)), record=describe(c, architecture_of(c)), seconds=1.0
+        )
+        for c in configs[:3]
+    ]
+    stream = io.StringIO()
+    assert run_grid(runs, out, 1, False, Console(file=stream, width=300)) == 0
+    assert f"1 further runs in {out}" in stream.getvalue() and configs[3].name in stream.getvalue()
+
+
+@pytest.fixture(scope="module")
+def long_sweep(grid, tmp_path_factory):
+    """Command of a sweep of one run that takes far longer than any test waits, and its folder."""
+    out = tmp_path_factory.mktemp("long") / "runs"
+    text = grid.read_text().replace("[1, 2]", "[2]").replace("[16, 24]", "[16]")
+    (grid.parent / "long.yaml").write_text(text)
+    overrides = [
+        "budget_flops=null",
+        "steps=100000",
+        "data.allow_repeat=true",
+        "checkpoint_every=5",
+    ]
+    command = [sys.executable, "-m", "training.sweep", "--grid", str(grid.parent / "long.yaml")]
+    return [*command, "--out", str(out), "--jobs", "1", *overrides], out
+
+
+def start(command):
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def wait_until(condition, seconds=90):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.2)
+
+
+def last_step(out):
+    logs = [path.read_text().splitlines() for path in out.glob("*/log.jsonl")]
+    return max((json.loads(lines[-1])["step"] for lines in logs if lines), default=0)
+
+
+def test_an_interrupted_sweep_saves_and_resumes_and_a_killed_one_leaves_no_workers(long_sweep):
+    command, out = long_sweep
+    first = start(command)
+    wait_until(lambda: last_step(out) >= 3)
+    first.send_signal(signal.SIGINT)
+    assert first.wait(60) == 130
+    (state,) = out.glob("*/state/step-*")
+    saved = int(state.name.removeprefix("step-"))
+    assert saved >= 3 and not list(out.glob("*/state/*.partial"))
+
+    second = start(command)
+    wait_until(lambda: last_step(out) >= saved + 3)
+    steps = [
+        json.loads(line)["step"]
+        for p in out.glob("*/log.jsonl")
+        for line in p.read_text().splitlines()
+    ]
+    assert steps == list(
+        range(1, len(steps) + 1)
+    )  # resumed where it stopped: no step twice, none lost
+    workers = psutil.Process(second.pid).children(recursive=True)
+    second.kill()
+    second.wait(60)
+    _, alive = psutil.wait_procs(workers, timeout=60)
+    assert alive == []
