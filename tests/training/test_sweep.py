@@ -185,11 +185,16 @@ def test_a_grid_that_asks_for_more_tokens_than_there_are_runs_nothing(grid, tmp_
     assert not list((tmp_path / "out").glob("*/run.json"))
 
 
+def copy_runs(configs, out):
+    for name in ("data", *(config.name for config in configs)):
+        shutil.copytree(Path(configs[0].out) / name, out / name)
+    return out
+
+
 def test_a_finished_run_of_another_recipe_is_not_taken_for_done(swept, grid, tmp_path):
     """Names don't tell learning rates apart: a changed recipe in the same folder is refused, not skipped."""
     configs, *_ = swept
-    out = tmp_path / "runs"
-    shutil.copytree(configs[0].out, out)
+    out = copy_runs(configs, tmp_path / "runs")
     again = call(out, grid, "--jobs", "1", "optimizer.muonh_lr=0.001")
     assert again.status == 1 and "ended before" not in again.text
     assert again.text.count("another recipe") == len(configs)
@@ -197,8 +202,7 @@ def test_a_finished_run_of_another_recipe_is_not_taken_for_done(swept, grid, tmp
 
 def test_runs_of_another_grid_in_the_folder_are_named(swept, tmp_path):
     configs, *_ = swept
-    out = tmp_path / "runs"
-    shutil.copytree(configs[0].out, out)
+    out = copy_runs(configs, tmp_path / "runs")
     runs = [
         PlannedRun(
             config=replace(c, out=str(out)), record=describe(c, architecture_of(c)), seconds=1.0
