@@ -32,7 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _fit(options: argparse.Namespace) -> int:
     frame = read_table(
-        options.table, loss=options.loss, loss_unit=options.loss_unit, drop=options.drop
+        options.table,
+        loss=options.loss,
+        loss_unit=options.loss_unit,
+        drop=options.drop,
+        variant=options.variant,
     )
     analysis = analyse(frame, split=options.split, loss=options.loss, seed=options.seed)
     text = render(analysis)
@@ -54,7 +58,7 @@ def _fit(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     path = Path(options.table)
     frame = collect_runs(path) if path.is_dir() else read_raw(path)
-    frame = prepare(frame, loss_unit=options.loss_unit, drop=options.drop)
+    frame = prepare(frame, loss_unit=options.loss_unit, drop=options.drop, variant=options.variant)
     found = check_table(frame, loss=options.loss)
     for one in found:
         print(
@@ -91,6 +95,9 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="RUN_ID",
         help="leave these runs out",
+    )
+    table.add_argument(
+        "--variant", metavar="NAME", help="keep this variant (and r = 1 of others if it has none)"
     )
 
     fit = commands.add_parser("fit", parents=[table], help="fit the joint law, print the report")

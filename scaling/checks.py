@@ -34,7 +34,7 @@ def refuse_bad_runs(frame: pd.DataFrame, *, loss: str = "val_loss") -> None:
 
     Checked: needed columns, at least one finished run, schema version, status names, unique run_id,
     numbers (finite, positive, whole where counts) and losses of finished runs, losses above
-    log(vocab_size), duplicate runs, one validation set.
+    log(vocab_size), duplicate runs, one validation set, one training recipe, one variant per r.
     """
     source = str(frame.attrs.get("source", "the run table"))
     missing = [name for name in ("run_id", *_COUNTS, loss) if name not in frame]
@@ -64,6 +64,7 @@ def refuse_bad_runs(frame: pd.DataFrame, *, loss: str = "val_loss") -> None:
         _refuse_bad_numbers(source, number, row, loss)
     _refuse_duplicates(source, finished, loss)
     _refuse_mixed_validation(source, finished, loss)
+    _refuse_mixed_recipes(source, finished)
 
 
 def status_of(row: Mapping[str, Any]) -> str:
@@ -218,4 +219,30 @@ def _refuse_mixed_validation(
                 f"has {first[1]}: the losses "
                 "were measured on different validation sets and cannot be compared. Evaluate all "
                 "runs on one set."
+            )
+
+
+def _refuse_mixed_recipes(source: str, finished: list[tuple[int, dict[str, Any]]]) -> None:
+    """Refuse runs that differ in more than the law knows of: another recipe, or two variants at one r."""
+    recipes: dict[str, str] = {}
+    variants: dict[str, dict[str, str]] = {}
+    for _, row in finished:
+        recipe = row.get("recipe_sha256")
+        if isinstance(recipe, str):
+            recipes.setdefault(recipe, str(row["run_id"]))
+        names = ("variant", "injection", "backprop_recurrences")
+        described = ", ".join(f"{name} {row[name]}" for name in names if not _absent(row.get(name)))
+        variants.setdefault(str(row["recurrences"]), {}).setdefault(described, str(row["run_id"]))
+    if len(recipes) > 1:
+        raise ValueError(
+            f"{source}: its runs were trained with {len(recipes)} recipes (recipe_sha256; for "
+            f"example {' and '.join(list(recipes.values())[:2])} differ in data, batch or rates). "
+            "One law describes one recipe: --drop the others, or keep them in a table of their own."
+        )
+    for r, found in variants.items():
+        if len(found) > 1:
+            raise ValueError(
+                f"{source}: r = {r} has runs of {len(found)} variants ({'; '.join(found)}; for example "
+                f"{' and '.join(list(found.values())[:2])}). One φ describes one variant: choose it with "
+                "--variant NAME, or --drop the others."
             )

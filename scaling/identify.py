@@ -18,6 +18,11 @@ def refuse_unidentifiable(design: Design, phi: float | None, where: str = "the r
     apart.
     """
     parameters = 6 if phi is None else 5
+    if len(_distinct(design.log_loss)) < 2:
+        raise ValueError(
+            f"{where}: every run has the same loss, {np.exp(design.log_loss[0]):.6g} nats, so that "
+            "nothing depends on N, r or D. Check the loss column."
+        )
     r = _distinct(design.log_r)
     if phi is None and len(r) < 2:
         found = ", ".join(f"{value:g}" for value in np.round(np.exp(r), 9))

@@ -30,17 +30,19 @@ def read_table(
     loss: str = "val_loss",
     loss_unit: str = "nats",
     drop: Sequence[str] = (),
+    variant: str | None = None,
 ) -> pd.DataFrame:
     """Read and validate a run table, or a directory of run directories.
 
     CSV, JSON lines or Parquet, by extension. `loss` names the column that will be fitted;
     `loss_unit` "bits" converts val_loss and every loss/… column to nats; `drop` removes runs by
-    run_id before anything is checked. Unknown columns pass through. Raises ValueError naming
-    file, row, column, value, rule and remedy (see `checks.refuse_bad_runs`).
+    run_id and `variant` keeps one variant (as in `prepare`) before anything is checked. Unknown
+    columns pass through. Raises ValueError naming file, row, column, value, rule and remedy (see
+    `checks.refuse_bad_runs`).
     """
     source = Path(path)
     frame = collect_runs(source) if source.is_dir() else read_raw(source)
-    frame = prepare(frame, loss_unit=loss_unit, drop=drop)
+    frame = prepare(frame, loss_unit=loss_unit, drop=drop, variant=variant)
     refuse_bad_runs(frame, loss=loss)
     return frame
 
@@ -109,11 +111,16 @@ def _read_jsonl(path: Path) -> pd.DataFrame:
 
 
 def prepare(
-    frame: pd.DataFrame, *, loss_unit: str = "nats", drop: Sequence[str] = ()
+    frame: pd.DataFrame,
+    *,
+    loss_unit: str = "nats",
+    drop: Sequence[str] = (),
+    variant: str | None = None,
 ) -> pd.DataFrame:
-    """Convert losses to nats per token and leave out the runs in `drop`.
+    """Convert losses to nats per token, leave out the runs in `drop`, keep one `variant`.
 
-    An unknown run_id in `drop` is refused.
+    A variant without runs of r = 1 keeps those of the other variants: unlooped runs have no loop to
+    vary. An unknown run_id or variant is refused.
     """
     source = frame.attrs.get("source", "the run table")
     if loss_unit not in ("nats", "bits"):
@@ -127,7 +134,7 @@ def prepare(
                 "spelling."
             )
         frame = frame[~frame["run_id"].astype(str).isin(list(drop))]
-    frame = frame.copy()
+    frame = _of_variant(frame, variant, str(source)).copy()
     frame.attrs["source"] = source
     if loss_unit == "bits":
         for column in [
@@ -139,6 +146,19 @@ def prepare(
             ):  # strings stay, for the check to name them
                 frame[column] = values * math.log(2.0)
     return frame
+
+
+def _of_variant(frame: pd.DataFrame, variant: str | None, source: str) -> pd.DataFrame:
+    if variant is None:
+        return frame
+    known = sorted(frame["variant"].dropna().astype(str).unique()) if "variant" in frame else []
+    if variant not in known:
+        raise ValueError(
+            f"{source}: --variant is {variant!r}, but the table's variants are "
+            f"{', '.join(known) or 'not named (no column variant)'}. Choose one of them."
+        )
+    own, unlooped = frame["variant"].astype(str) == variant, frame["recurrences"] == 1
+    return frame[own if (own & unlooped).any() else own | unlooped]
 
 
 def collect_runs(root: str | os.PathLike[str]) -> pd.DataFrame:

@@ -40,9 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load_config(options.config, options.fields)
         record = _train_with_bar(config, console)
-    except ValueError as error:
+    except (ValueError, OSError, ImportError) as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False)
         return 2
+    except KeyboardInterrupt:
+        console.print("Interrupted before a step was done.")
+        return 130
     except Interrupted as interruption:
         console.print(
             f"{interruption} Run the same command again to go on.", markup=False, highlight=False
@@ -91,17 +94,26 @@ def _train_with_bar(config: TrainingConfig, console: Console) -> dict[str, Any]:
 
 @contextmanager
 def _signals() -> Iterator[Callable[[], bool]]:
-    """Turn SIGINT and SIGTERM into a question that the loop asks between steps; a second SIGINT interrupts at once."""
+    """Turn SIGINT and SIGTERM into a question that the loop asks between steps.
+
+    Before the first step, and when it comes again, a signal interrupts at once.
+    """
     asked: list[int] = []
+    stepping = False
 
     def handle(number: int, frame: object) -> None:
-        if asked and number == signal.SIGINT:
+        if asked or not stepping:
             raise KeyboardInterrupt
         asked.append(number)
 
+    def stop_asked() -> bool:
+        nonlocal stepping
+        stepping = True
+        return bool(asked)
+
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: bool(asked)
+        yield stop_asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

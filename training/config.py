@@ -42,6 +42,10 @@ PACKAGES = (
 )
 
 
+# Folders that stand beside those of the runs.
+RESERVED_NAMES = ("data", "recipes")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Corpus, tokenizer and packing; lengths in tokens.
@@ -73,8 +77,9 @@ class DataConfig:
     def __post_init__(self) -> None:
         _at_least("data.sequence_length", self.sequence_length, 2)
         _at_least("data.packing_buffer", self.packing_buffer, 1)
-        if self.document_characters is not None:
-            _at_least("data.document_characters", self.document_characters, 1)
+        for name in ("document_characters", "max_documents"):
+            if getattr(self, name) is not None:
+                _at_least(f"data.{name}", getattr(self, name), 1)
         if not 0 < self.validation_fraction < 1:
             raise ValueError(
                 f"data.validation_fraction is {self.validation_fraction}: a share of the documents between 0 and 1 is "
@@ -140,7 +145,7 @@ class ModelConfig:
             raise ValueError(f"model: {error.__cause__ or error}") from error
 
     def _num_backprop_recurrences(self) -> int | None:
-        if self.backprop_recurrences == "all" or self.recurrences == 1:
+        if self.backprop_recurrences == "all":
             return None
         return (
             -(-self.recurrences // 2)
@@ -169,12 +174,16 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _one_of("optimizer.orthogonalise", self.orthogonalise, ("auto", "fp32", "bf16"))
+        for name in ("momentum", "final_lr_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"optimizer.{name} is {getattr(self, name)}: it must lie in 0..1.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas is {self.betas}: two numbers in [0, 1) are needed.")
-        for name in ("muonh_lr", "embedding_lr", "lm_head_lr", "norm_lr", "hyperconnection_lr"):
-            if getattr(self, name) <= 0:
+        names = ("muonh_lr", "embedding_lr", "lm_head_lr", "norm_lr", "hyperconnection_lr", "eps")
+        for name in names:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(
-                    f"optimizer.{name} is {getattr(self, name)}: a learning rate must be positive."
+                    f"optimizer.{name} is {getattr(self, name)}: it must be positive and finite."
                 )
 
 
@@ -240,9 +249,16 @@ class TrainingConfig:
             raise ValueError(
                 f"budget_flops is {self.budget_flops}: it must be positive and finite."
             )
-        if self.run_id is not None and Path(self.run_id).name != self.run_id:
+        if Path(self.name).name != self.name or self.name in (".", "..", *RESERVED_NAMES):
             raise ValueError(
-                f"run_id is {self.run_id!r}: it must be the name of a folder, without slashes."
+                f"run_id (or variant) makes the folder name {self.name!r}: it must have no slashes and not be one of "
+                f"{', '.join(RESERVED_NAMES)}."
+            )
+        planned, most = self.data.vocab_size, self.model.vocab_size
+        if self.data.tokenizer is None and most is not None and planned > most:
+            raise ValueError(
+                f"data.vocab_size is {planned}, above model.vocab_size = {most}: the tokenizer would have tokens that "
+                "the model lacks. Lower it, or leave model.vocab_size out."
             )
         _at_least("seed", self.seed, 0)
         looped = self.model.recurrences > 1

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from filelock import FileLock
 from numpy.typing import ArrayLike, NDArray
+from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from .config import DataConfig
@@ -135,7 +136,19 @@ def prepare(data: DataConfig, folder: Path, *, progress: bool = True) -> PackedD
             partial.rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        return open_packed(folder)
+        packed = open_packed(folder)
+        if progress:
+            _say_how_much_is_kept(packed)
+        return packed
+
+
+def _say_how_much_is_kept(packed: PackedData) -> None:
+    split = packed.metadata["splits"]["train"]
+    Console(stderr=True).print(
+        f"{split['rows']:,} rows of {packed.sequence_length} tokens for training; best-fit packing cropped "
+        f"{split['cropped'] / split['tokens']:.0%} of the documents' tokens",
+        highlight=False,
+    )
 
 
 def open_packed(
@@ -226,7 +239,7 @@ def _write(data: DataConfig, folder: Path, *, progress: bool) -> None:
         raise ValueError(
             f"data.corpus: {data.corpus!r} has {len(corpus.documents)} document(s), all of them "
             f"taken for validation (data.validation_fraction = {data.validation_fraction}); "
-            "give more documents or lower the fraction."
+            "give at least two documents (in text files, blank lines part them)."
         )
     tokenizer = _make_tokenizer(data, splits["train"], progress=progress)
     tokenizer.save_pretrained(folder / "tokenizer")

@@ -98,6 +98,11 @@ def expand(grid: GridConfig, out: str, overrides: Sequence[str] = ()) -> list[Tr
     ValueError
         If a run has no valid recipe (a width not divisible by the head size, …), or two runs have the same name.
     """
+    for override in overrides:
+        if override.split("=")[0] in ("out", "run_id"):
+            raise ValueError(
+                f"{override}: a sweep sets out (by --out) and run_id itself; leave it out."
+            )
     recipe = (
         Path(grid.recipe)
         if grid.recipe.endswith(".yaml")

@@ -25,6 +25,9 @@ def reference_tokens(transfer: TransferConfig, model: ModelConfig) -> float:
 
     The reference has width `reference_width` and `reference_recurrences`, or one recurrence if the model is unlooped.
     """
+    intermediate = None
+    if model.intermediate_size is not None:
+        intermediate = model.intermediate_size * transfer.reference_width // model.hidden_size
     head_dim = math.gcd(transfer.reference_width, model.head_dim)
     reference = LoopedConfig.iso_depth(
         transfer.reference_width,
@@ -32,6 +35,7 @@ def reference_tokens(transfer: TransferConfig, model: ModelConfig) -> float:
         effective_depth=model.effective_depth,
         shared_depth=model.shared_depth,
         head_dim=head_dim,
+        intermediate_size=intermediate,
         injection=model.injection,
         num_lanes=model.num_lanes,
         vocab_size=1,

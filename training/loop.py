@@ -32,6 +32,7 @@ from .muonh import MuonH
 from .packing import document_positions
 from .record import architecture_of, describe, environment, read_record, write_record
 from .sampler import rows_of_step
+from .tokenizer import load_tokenizer
 
 MICRO_BATCH_TOKENS = 16_384
 
@@ -74,6 +75,10 @@ def train(
     record = ended_record(config)
     if record is not None:
         return record
+    if config.data.tokenizer is not None:
+        architecture_of(
+            config, load_tokenizer(config.data.tokenizer)
+        )  # does it fit, before packing?
     with accelerator.main_process_first():
         packed = prepare(config.data, config.data_folder, progress=accelerator.is_main_process)
     run = _Run(config, accelerator, packed)
@@ -174,14 +179,14 @@ class _Run:
                 self.counters.step = step + 1
                 self.counters.wall_s = seconds + time.perf_counter() - start
                 if not math.isfinite(loss):
-                    return step
+                    return step + 1
                 last = step + 1 == steps
                 if last or (step + 1) % config.log_every == 0:
                     speed = (step + 1) * config.batch_tokens / self.counters.wall_s
                     log(self._log_entry(step, loss, speed))
                     on_progress(Progress(step=step + 1, steps=steps, loss=loss, tokens_per_s=speed))
                 asked = self._anyone(stop_asked())
-                if not last and (asked or (step + 1) % config.checkpoint_every == 0):
+                if last or asked or (step + 1) % config.checkpoint_every == 0:
                     save_state(self.accelerator, config.folder / "state", step + 1)
                 if asked and not last:
                     raise Interrupted(
@@ -207,7 +212,7 @@ class _Run:
         for index, part in enumerate(parts):
             last = index + 1 == len(parts)
             with nullcontext() if last else accelerator.no_sync(self.model):
-                loss = self._loss(self.packed.train[part]) / len(parts)
+                loss = self._loss(self.model, self.packed.train[part]) / len(parts)
                 accelerator.backward(loss)
             total += loss.detach()
         mean = accelerator.reduce(total, reduction="mean").item()
@@ -215,7 +220,7 @@ class _Run:
             self.optimizer.step()
         return mean
 
-    def _loss(self, rows: NDArray[np.int32]) -> torch.Tensor:
+    def _loss(self, model: torch.nn.Module, rows: NDArray[np.int32]) -> torch.Tensor:
         """Mean cross entropy of the next token over packed rows [B, T + 1], nats per token."""
         tokens = torch.as_tensor(rows, dtype=torch.long, device=self.accelerator.device)
         inputs, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
@@ -224,7 +229,7 @@ class _Run:
             positions = document_positions(inputs, self.packed.bos_token_id)
         device = self.accelerator.device.type
         with torch.autocast(device, dtype=torch.bfloat16, enabled=self.bf16):
-            return self.model(
+            return model(
                 input_ids=inputs, shift_labels=targets, position_ids=positions, use_cache=False
             ).loss
 
@@ -262,22 +267,25 @@ class _Run:
         if self.accelerator.is_main_process:
             model = self.accelerator.unwrap_model(self.model)
             save_model(model, self.packed.tokenizer, self.config.folder / "checkpoint")
+        self.write("finished", val_loss=loss, val_tokens=tokens, tokens_per_s=round(speed, 1))
+        if self.accelerator.is_main_process:
             shutil.rmtree(self.config.folder / "state", ignore_errors=True)
-        return self.write(
-            "finished", val_loss=loss, val_tokens=tokens, tokens_per_s=round(speed, 1)
-        )
+        return self.record
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[float, int]:
         """Mean loss over the whole validation split, nats per token, and the number of tokens scored."""
         rows, size = len(self.packed.validation), self.config.evaluation_rows
-        self.model.eval()
+        # Not the wrapped model: its forward pass talks to other processes, which may have no batch left.
+        model = self.accelerator.unwrap_model(self.model).eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         for start in range(rank * size, rows, world * size):
             batch = self.packed.validation[np.arange(start, min(start + size, rows))]
             tokens = len(batch) * self.config.data.sequence_length
-            total += torch.tensor([self._loss(batch).item() * tokens, tokens], dtype=torch.float64)
+            total += torch.tensor(
+                [self._loss(model, batch).item() * tokens, tokens], dtype=torch.float64
+            )
         nats, tokens = self.accelerator.reduce(total, reduction="sum").tolist()
         return nats / tokens, int(tokens)
 

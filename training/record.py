@@ -3,9 +3,11 @@
 Columns and units are those of the run table (`scaling.runs`); counts come from `hf_looped.accounting`.
 """
 
+import hashlib
 import json
 import os
 import subprocess
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from .config import TrainingConfig
 from .tokenizer import load_tokenizer
 
 SCHEMA_VERSION = 1
+# Fields that all runs of one law share; the rest are its axes, its variants, or matters of the machine.
+RECIPE = ("batch_tokens", "data", "optimizer", "transfer")
 VERSIONED = ("torch", "transformers", "accelerate", "datasets", "tokenizers")
 
 
@@ -76,6 +80,7 @@ def describe(config: TrainingConfig, architecture: LoopedConfig) -> dict[str, An
         "schema_version": SCHEMA_VERSION,
         "run_id": config.name,
         "variant": config.variant,
+        "recipe_sha256": recipe_sha256(config),
         "seed": config.seed,
         "recurrences": architecture.num_recurrences,
         "shared_depth": config.model.shared_depth,
@@ -106,6 +111,12 @@ def describe(config: TrainingConfig, architecture: LoopedConfig) -> dict[str, An
         "tokens": tokens,
         "separate_documents": config.data.separate_documents,
     }
+
+
+def recipe_sha256(config: TrainingConfig) -> str:
+    """Fingerprint of data, batch and rates, so that a table tells runs of different recipes apart."""
+    fields = {name: value for name, value in asdict(config).items() if name in RECIPE}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def environment() -> dict[str, Any]:

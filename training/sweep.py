@@ -42,7 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse arguments, plan, run, and write DIR/runs.csv."""
     options = _parser().parse_args(arguments)
     console = Console(stderr=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: states are saved
     try:
+        if options.jobs is not None and options.jobs < 1:
+            raise ValueError(f"--jobs is {options.jobs}: at least one run at a time is needed.")
         runs = plan(expand(load_grid(options.grid), options.out, options.fields))
         jobs = (
             1
@@ -55,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_grid(
             runs, Path(options.out), jobs, options.launch or torch.cuda.is_available(), console
         )
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False)
         return 2
     except KeyboardInterrupt:
@@ -310,6 +313,7 @@ def _set_up_worker(news: Any, stop: Any) -> None:
     global _news, _stop
     _news, _stop = news, stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     warnings.simplefilter("ignore", UserWarning)  # the plan has shown them
     torch.set_num_threads(1)
 

@@ -290,14 +290,14 @@ def test_a_loss_that_is_not_finite_ends_the_run_as_diverged_with_its_step(recipe
     config = recipe("diverged")
     whole, calls = loop._Run._loss, []
 
-    def breaking(run, rows):
+    def breaking(run, model, rows):
         calls.append(1)
-        return whole(run, rows) * (float("nan") if len(calls) == 4 else 1.0)
+        return whole(run, model, rows) * (float("nan") if len(calls) == 4 else 1.0)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop._Run, "_loss", breaking)
         record = train(config)
-    assert (record["status"], record["diverged_step"]) == ("diverged", 3)
+    assert (record["status"], record["diverged_step"]) == ("diverged", 4)
     assert "val_loss" not in record and not (config.folder / "checkpoint").exists()
     assert [entry["step"] for entry in read_log(config)] == [1, 2, 3]
     assert train(config) == record  # it has ended
