@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"error: {error}", style="red", markup=False, highlight=False)
         return 2
     except KeyboardInterrupt:
-        console.print("Interrupted before a step was done.")
+        console.print("Interrupted before a step was done. Run the same command again to start.")
         return 130
     except Interrupted as interruption:
         console.print(

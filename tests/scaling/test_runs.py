@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from scaling.fit import fit_joint
 from scaling.runs import collect_runs, left_out, read_table, write_table
 
 
@@ -221,3 +222,44 @@ def test_dropping_an_unknown_run_is_refused(table):
 
 def test_unknown_columns_pass_through(table, grid):
     assert read_table(table(frame=grid.assign(colour="blue")))["colour"].eq("blue").all()
+
+
+def mixed(grid, **columns):
+    """The grid with its looped runs once more, other seeds, and other values in `columns`."""
+    other = grid[grid["recurrences"] > 1].copy()
+    other["run_id"] = other["run_id"] + "-other"
+    other["seed"] = 9
+    other["val_loss"] -= 0.05
+    base = grid.copy()
+    for name, (old, new) in columns.items():
+        base[name], other[name] = old, new
+    return pd.concat([base, other], ignore_index=True)
+
+
+@pytest.mark.parametrize("column", ["variant", "injection", "backprop_recurrences"])
+def test_two_variants_at_one_r_are_refused_and_one_can_be_chosen(table, grid, column):
+    values = {column: ("linear", "hyperconnections")} if column != "variant" else {}
+    frame = mixed(grid, **({"variant": ("baseline", "hyperconnections")} | values))
+    path = table(frame=frame)
+    with pytest.raises(ValueError, match=r"r = [24] has runs of 2 variants .*--variant NAME"):
+        read_table(path)
+    chosen = read_table(path, variant="hyperconnections")
+    looped = chosen[chosen["recurrences"] > 1]
+    assert set(looped["variant"]) == {"hyperconnections"}
+    assert (chosen["recurrences"] == 1).sum() == (grid["recurrences"] == 1).sum()  # r = 1 reused
+    assert set(read_table(path, variant="baseline")["run_id"]) == set(grid["run_id"])
+    with pytest.raises(ValueError, match="--variant is 'none'.*baseline, hyperconnections"):
+        read_table(path, variant="none")
+
+
+def test_runs_of_two_recipes_are_refused(table, grid):
+    """Else a changed learning rate passes for the spread over seeds."""
+    with pytest.raises(ValueError, match="trained with 2 recipes .*recipe_sha256.*--drop"):
+        read_table(table(frame=mixed(grid, recipe_sha256=("a" * 64, "b" * 64))))
+    frame = mixed(grid, recipe_sha256=("a" * 64, "a" * 64))
+    assert len(read_table(table(frame=frame))) == len(frame)  # another seed of the same recipe
+
+
+def test_losses_that_are_all_equal_are_refused(table, grid):
+    with pytest.raises(ValueError, match=r"every run has the same loss, 2\.5 nats"):
+        fit_joint(read_table(table(frame=grid.assign(val_loss=2.5, seed=range(len(grid))))))

@@ -123,6 +123,15 @@ def test_a_config_is_frozen():
             ["model.injection=passthrough", "model.backprop_recurrences=1"],
             "backprop_recurrences is 1.*passthrough.*no gradient.*injection='linear'",
         ),
+            (["model.recurrences=1", "model.backprop_recurrences=5"], "backprop_recurrences is 5: must lie in 1"),
+            (["run_id=.."], r"folder name '\.\.'"),
+            (["run_id=data"], "folder name 'data'.*data, recipes"),
+            (["run_id=a/b"], "folder name 'a/b'.*no slashes"),
+            (["variant=a/b"], "folder name 'a/b-.*no slashes"),
+            (["optimizer.muonh_lr=nan"], r"optimizer\.muonh_lr is nan: it must be positive and finite"),
+            (["optimizer.momentum=1.5"], r"optimizer\.momentum is 1\.5: it must lie in 0\.\.1"),
+            (["optimizer.final_lr_fraction=-1"], r"optimizer\.final_lr_fraction is -1\.0: it must lie"),
+            (["data.max_documents=-5"], r"data\.max_documents is -5: it must be at least 1"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_with_field_value_and_remedy(overrides, message):

@@ -15,24 +15,11 @@ from training.config import save_config
 from training.loop import train
 
 
-def test_torchrun_with_two_processes_takes_the_steps_of_one(recipe, tmp_path):
-    """Gradients are summed in another order (1e-7), which Adam's division by small gradients
-    amplifies in 6 steps (weights measured 3e-5 apart, losses 2e-7).
-    """
-    fields = ("steps=6", "evaluation_rows=3")
-    one, two = recipe("one-process", *fields), recipe("two-processes", *fields)
-    record = train(one)
-    save_config(two, tmp_path / "recipe.yaml")
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-    ]
-    done = subprocess.run(
-        [*launch, "-m", "training", "--config", str(tmp_path / "recipe.yaml")],
+def run_on_two_processes(config, folder):
+    save_config(config, folder / "recipe.yaml")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    return subprocess.run(
+        [sys.executable, *launch, "-m", "training", "--config", str(folder / "recipe.yaml")],
         cwd=Path(training.__file__).parents[1],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -40,6 +27,26 @@ def test_torchrun_with_two_processes_takes_the_steps_of_one(recipe, tmp_path):
         check=False,
         timeout=300,
     )
+
+
+def test_a_process_without_validation_rows_does_not_hold_up_the_other(recipe, tmp_path):
+    """All rows in one batch: the second process has none, and must not wait inside a forward pass."""
+    config = recipe("idle-process", "steps=1", "evaluation_rows=1000")
+    done = run_on_two_processes(config, tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((config.folder / "run.json").read_text())
+    assert record["status"] == "finished" and record["num_processes"] == 2
+    assert record["val_tokens"] == train(recipe("alone", "steps=1"))["val_tokens"]
+
+
+def test_torchrun_with_two_processes_takes_the_steps_of_one(recipe, tmp_path):
+    """Gradients are summed in another order (1e-7), which Adam's division by small gradients
+    amplifies in 6 steps (weights measured 3e-5 apart, losses 2e-7).
+    """
+    fields = ("steps=6", "evaluation_rows=3")
+    one, two = recipe("one-process", *fields), recipe("two-processes", *fields)
+    record = train(one)
+    done = run_on_two_processes(two, tmp_path)
     assert done.returncode == 0, done.stderr
     spoken = done.stdout.count("two-processes: validation loss")
     assert spoken == 1  # by the main process alone; each by itself would be two runs in one folder

@@ -243,10 +243,13 @@ def test_a_stop_asked_after_the_last_step_finishes(recipe):
     assert train(recipe("late-stop", "steps=3"), stop_asked=stop_after(3))["status"] == "finished"
 
 
-def test_old_states_are_dropped(recipe):
-    config = recipe("states", "checkpoint_every=2")
+def test_only_the_last_state_is_kept_and_none_when_finished(recipe):
+    config, steps = recipe("states", "checkpoint_every=2"), []
+    with pytest.raises(Interrupted):
+        train(config, stop_asked=lambda: steps.append(1) or len(steps) == 5)
+    assert [place.name for place in (config.folder / "state").iterdir()] == ["step-000000005"]
     train(config)
-    assert [place.name for place in (config.folder / "state").iterdir()] == ["step-000000006"]
+    assert not (config.folder / "state").exists()
 
 
 def test_micro_batches_change_losses_and_weights_by_rounding_only(recipe):
@@ -313,7 +316,7 @@ def test_a_validation_loss_that_is_not_finite_is_diverged_too(recipe, monkeypatc
 def test_a_failure_is_recorded_and_raised_and_the_next_try_starts_anew(recipe, monkeypatch):
     config = recipe("failing", "steps=3")
 
-    def broken(run, rows):
+    def broken(run, model, rows):
         raise RuntimeError("out of luck")
 
     with monkeypatch.context() as patch:
@@ -347,13 +350,21 @@ def test_a_field_that_was_wrong_can_be_put_right_under_the_same_name(recipe, tmp
     assert train(recipe("typo", *overrides))["status"] == "finished"
 
 
-def test_a_tokenizer_larger_than_the_vocabulary_of_the_model_is_refused(recipe):
-    config = recipe("small-vocabulary", "model.vocab_size=256")
+def test_a_tokenizer_larger_than_the_vocabulary_of_the_model_is_refused(recipe, tmp_path):
+    """Before anything is packed: the planned size where it is trained, its size where it is given."""
+    with pytest.raises(ValueError, match=r"data\.vocab_size is 300, above model\.vocab_size = 256"):
+        recipe("small-vocabulary", "model.vocab_size=256")
+    folder = tmp_path / "tokenizer"
+    train_tokenizer(["another corpus of words"] * 9, 280).save_pretrained(folder)
+    size = len(AutoTokenizer.from_pretrained(folder))
+    config = recipe(
+        "given", "model.vocab_size=200", f"data.tokenizer={folder}", f"out={tmp_path / 'runs'}"
+    )
     with pytest.raises(
-        ValueError, match=r"model\.vocab_size is 256.*tokenizer has 300 tokens.*at least 300"
+        ValueError, match=rf"model\.vocab_size is 200.*tokenizer has {size} tokens.*at least {size}"
     ):
         train(config)
-    assert not (config.folder / "run.json").exists()
+    assert not (tmp_path / "runs").exists()
 
 
 def test_packed_data_of_another_length_or_tokenizer_are_refused(recipe, finished, tmp_path):
@@ -476,7 +487,8 @@ def test_the_command_exits_1_when_diverged_and_130_when_interrupted(
     whole = loop._Run._step
 
     def signalling(run, step):
-        os.kill(os.getpid(), 15)
+        if step == 1:
+            os.kill(os.getpid(), 15)
         return whole(run, step)
 
     config = recipe("cli-stopped", "steps=3")
@@ -504,8 +516,8 @@ def test_every_architecture_reads_the_same_rows(recipe, monkeypatch):
             patch.setattr(
                 loop._Run,
                 "_loss",
-                lambda run, rows, name=name: (
-                    seen.setdefault(name, []).append(rows) or whole(run, rows)
+                lambda run, model, rows, name=name: (
+                    seen.setdefault(name, []).append(rows) or whole(run, model, rows)
                 ),
             )
             train(recipe(f"reads-{name}", "steps=2", *fields))

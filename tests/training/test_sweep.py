@@ -271,3 +271,16 @@ def test_an_interrupted_sweep_saves_and_resumes_and_a_killed_one_leaves_no_worke
     second.wait(60)
     _, alive = psutil.wait_procs(workers, timeout=60)
     assert alive == []
+
+
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("--jobs=-1", "--jobs is -1: at least one"),
+        ("out=elsewhere", "a sweep sets out"),
+        ("run_id=mine", "a sweep sets out"),
+    ],
+)
+def test_what_a_sweep_sets_itself_cannot_be_overridden(grid, tmp_path, argument, message):
+    refused = call(tmp_path / "runs", grid, "--dry-run", argument)
+    assert refused.status == 2 and message in refused.text
