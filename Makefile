@@ -18,11 +18,12 @@ demo: venv
 	$(PY) -m training.sweep --grid demo --out $(DEMO)
 	$(PY) -m scaling fit $(DEMO)/runs.csv --json $(DEMO)/fit.json --report $(DEMO)/report.txt --plots $(DEMO)
 
+# One thread: the models are too small for more, and idle threads would wait in loops.
 test: venv
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest
 
 test-slow: venv
-	$(PY) -m pytest -m 'slow or network'
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m 'slow or network'
 
 lint: venv
 	$(PY) -m ruff check .
