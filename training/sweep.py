@@ -42,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse arguments, plan, run, and write DIR/runs.csv."""
     options = _parser().parse_args(arguments)
     console = Console(stderr=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: states are saved
+    # Both end the sweep with all states saved, also where a shell started it with SIGINT ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     try:
         if options.jobs is not None and options.jobs < 1:
             raise ValueError(f"--jobs is {options.jobs}: at least one run at a time is needed.")
