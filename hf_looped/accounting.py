@@ -94,14 +94,13 @@ def weight_bytes(config: LoopedConfig, bytes_per_weight: int = 2) -> int:
 
 
 def kv_bytes_per_token(config: LoopedConfig, bytes_per_value: int = 2) -> int:
-    """Bytes of keys and values that a cached token takes: one slot for each executed layer (bfloat16 by default)."""
-    return (
-        config.num_hidden_layers
-        * 2
-        * config.num_key_value_heads
-        * config.head_dim
-        * bytes_per_value
-    )
+    """Bytes of keys and values that a cached token takes (bfloat16 by default).
+
+    One slot for each layer outside the loop, and for each recurrent layer one for every cached recurrence.
+    """
+    cached = config.cached_recurrences(config.num_recurrences) * config.num_recurrent_layers
+    slots = config.num_prelude_layers + config.num_coda_layers + cached
+    return slots * 2 * config.num_key_value_heads * config.head_dim * bytes_per_value
 
 
 def _block_matrices(config: LoopedConfig) -> int:

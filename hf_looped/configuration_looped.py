@@ -13,6 +13,8 @@ from transformers.modeling_rope_utils import RopeParameters
 Injection = Literal["linear", "additive", "passthrough", "hyperconnections"]
 StateInit = Literal["auto", "prelude", "zeros", "normal"]
 
+CONFIG_VERSION = 1
+
 
 @strict
 class LoopedConfig(PreTrainedConfig):
@@ -41,6 +43,9 @@ class LoopedConfig(PreTrainedConfig):
     injection
         How the prelude's output e enters recurrence t: `linear` W·[e ‖ h] (eq. 5), `additive` h + e, `passthrough`
         h (e is the initial state only), `hyperconnections` (section 5.2).
+    num_cached_recurrences
+        m, recurrences whose keys and values are cached while generating: the last m; earlier ones read the past of
+        the slot they share (recurrence t uses slot t mod m) and their own tokens. None: all of them.
     num_lanes
         K, residual lanes of the hyperconnections.
     state_init
@@ -65,8 +70,13 @@ class LoopedConfig(PreTrainedConfig):
         Dropout on attention weights (the paper: none).
     tie_word_embeddings
         Share embedding and LM head (the paper: no).
+    skip_logits
+        In training with labels, return the loss without the logits, computed in chunks of tokens that never hold
+        [B, T, V] (`chunked_loss.py`). The argument of `forward` overrules it.
     use_cache, bos_token_id, eos_token_id, pad_token_id
         As in every Transformers config.
+    config_version
+        Format of the config, for an error instead of a wrong model where an older hf-looped reads a newer checkpoint.
 
     Raises
     ------
@@ -115,6 +125,7 @@ class LoopedConfig(PreTrainedConfig):
     num_recurrences: int = 4
     num_trained_recurrences: int | None = None
     num_backprop_recurrences: int | None = None
+    num_cached_recurrences: int | None = None
     injection: Injection = "linear"
     num_lanes: int = 2
     state_init: StateInit = "auto"
@@ -127,10 +138,12 @@ class LoopedConfig(PreTrainedConfig):
     initializer_range: float = 1.0
     attention_dropout: float | int = 0.0
     tie_word_embeddings: bool = False
+    skip_logits: bool = False
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
+    config_version: int = CONFIG_VERSION
 
     def __post_init__(self, **kwargs):
         if self.intermediate_size is None:
@@ -153,6 +166,21 @@ class LoopedConfig(PreTrainedConfig):
                 f"num_hidden_layers is {executed}, but it is derived: prelude + recurrences · recurrent + coda = "
                 f"{self.num_hidden_layers}. Leave it out and set the sections' layers and num_recurrences."
             )
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs):
+        """Make a config from a checkpoint's fields and replacements, e.g. `from_pretrained(..., num_recurrences=8)`.
+
+        Replaced fields are there when derived values and rules are worked out, so that nothing goes stale. If r falls
+        below `num_backprop_recurrences`, all recurrences are differentiated.
+        """
+        replaced = {name: kwargs.pop(name) for name in list(kwargs) if name in cls.__annotations__}
+        fields = {**config_dict, **replaced}
+        k = fields.get("num_backprop_recurrences")
+        if "num_backprop_recurrences" not in replaced and k is not None:
+            if k > fields.get("num_recurrences", k):
+                fields["num_backprop_recurrences"] = None
+        return super().from_dict(fields, **kwargs)
 
     @property
     def num_hidden_layers(self) -> int:
@@ -183,6 +211,12 @@ class LoopedConfig(PreTrainedConfig):
             if self.num_backprop_recurrences is None
             else self.num_backprop_recurrences
         )
+
+    def cached_recurrences(self, num_recurrences: int) -> int:
+        """Recurrences with a cache slot of their own when r = `num_recurrences`: min(m, r)."""
+        if self.num_cached_recurrences is None:
+            return num_recurrences
+        return min(self.num_cached_recurrences, num_recurrences)
 
     @property
     def truncated(self) -> bool:
@@ -266,6 +300,12 @@ class LoopedConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Part of the strict validation: refuse what has no meaning or would train nothing in silence."""
+        _require(
+            self.config_version <= CONFIG_VERSION,
+            "config_version",
+            self.config_version,
+            f"this hf-looped reads configs up to version {CONFIG_VERSION}; upgrade it to load a newer checkpoint",
+        )
         for name in (
             "hidden_size",
             "intermediate_size",
@@ -311,6 +351,13 @@ class LoopedConfig(PreTrainedConfig):
             "num_backprop_recurrences",
             k,
             f"must lie in 1..num_recurrences = {r}, or be None for all",
+        )
+        m = self.num_cached_recurrences
+        _require(
+            m is None or m >= 1,
+            "num_cached_recurrences",
+            m,
+            "must be at least 1, or None for all",
         )
         if self.injection == "hyperconnections":
             _require(

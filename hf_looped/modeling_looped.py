@@ -5,11 +5,13 @@ Equations are those of Schwethelm et al. 2026 (arXiv:2604.21106); README.md in t
 
 Shapes: B rows, T new tokens, S cached + new tokens, D hidden size, H heads, G key/value heads, C head size,
 V vocabulary, K lanes. Slots of the cache, one per layer call: prelude, coda, recurrence 0, recurrence 1, …, so that a
-larger r only appends slots.
+larger r only appends slots; with a budget of m cached recurrences, recurrence t uses the slots of recurrence t mod m.
 """
 
+import copy
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -35,7 +38,26 @@ from transformers.utils.generic import (
 )
 from transformers.utils.output_capturing import capture_outputs
 
+from .chunked_loss import IGNORED, chunked_cross_entropy
 from .configuration_looped import LoopedConfig
+
+
+@dataclass
+class LoopedModelOutput(BaseModelOutputWithPast):
+    """Output of `LoopedModel`.
+
+    recurrent_states: with `output_recurrent_states`, r tensors [B, T, D], what the coda would read after each
+    recurrence (the normed state h(t + 1); with hyperconnections the lanes' sum).
+    """
+
+    recurrent_states: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class LoopedCausalLMOutput(CausalLMOutputWithPast):
+    """Output of `LoopedForCausalLM`; recurrent_states as in `LoopedModelOutput`."""
+
+    recurrent_states: tuple[torch.Tensor, ...] | None = None
 
 
 class LoopedRMSNorm(nn.Module):
@@ -127,6 +149,26 @@ def eager_attention_forward(
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
+def update_cache(
+    cache: Cache, key: torch.Tensor, value: torch.Tensor, slot: int, keep: bool, kwargs: dict
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put new keys and values [B, G, T, C] into a slot; return all that it holds, [B, G, S, C] each.
+
+    Without `keep` they are taken out again, for a later recurrence to write. The paged cache of `generate_batch` has
+    a fixed place for each token, which the later recurrence overwrites.
+    """
+    if not isinstance(cache, Cache):
+        return cache.update(key, value, slot, kwargs=kwargs)
+    if cache.offloading and slot < len(cache.layers):
+        cache.layers[
+            slot
+        ].prefetch()  # the cache itself fetches slot + 1 ahead, but the coda is called last
+    keys, values = cache.update(key, value, slot, kwargs=kwargs)
+    if not keep:
+        cache.layers[slot].crop(-key.shape[-2])
+    return keys, values
+
+
 class LoopedAttention(nn.Module):
     """Causal grouped-query attention with rotary embedding and QK-norm without gain (Table 4)."""
 
@@ -148,7 +190,6 @@ class LoopedAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
 
-    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -156,9 +197,13 @@ class LoopedAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
         slot_offset: int = 0,
+        keep: bool = True,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend. hidden_states [B, T, D] → [B, T, D], weights [B, H, T, S] where the implementation has them."""
+        """Attend. hidden_states [B, T, D] → [B, T, D], weights [B, H, T, S] where the implementation has them.
+
+        slot_offset is added to the layer's own slot; keep says whether this call's keys and values stay in the cache.
+        """
         heads = (*hidden_states.shape[:-1], -1, self.head_dim)
         query = self.q_proj(hidden_states).view(heads).transpose(1, 2)  # [B, H, T, C]
         key = self.k_proj(hidden_states).view(heads).transpose(1, 2)  # [B, G, T, C]
@@ -167,7 +212,8 @@ class LoopedAttention(nn.Module):
         query = self._normalise(rotate(query, cos, sin))
         key = self._normalise(rotate(key, cos, sin))
         if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx + slot_offset, kwargs=kwargs)
+            slot = self.layer_idx + slot_offset
+            key, value = update_cache(cache, key, value, slot, keep, kwargs)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -213,7 +259,6 @@ class LoopedDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = LoopedRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = LoopedRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -329,7 +374,21 @@ def _mix64(x: torch.Tensor) -> torch.Tensor:
 
 
 class LoopedLMHead(nn.Linear):
-    """LM head, a class of its own for its initialisation N(0, 0.001²)."""
+    """LM head, initialised N(0, 0.001²); with targets it gives their loss instead of logits."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Logits [B, T, V], or with targets [B, T] the sum of their cross entropies in nats, a scalar.
+
+        Both in this one place, so that whatever gathers the weight before `forward` (FSDP) does it for the loss too.
+        """
+        if targets is None:
+            return super().forward(hidden_states)
+        return chunked_cross_entropy(hidden_states, self.weight, targets, softcap)
 
 
 class LoopedPreTrainedModel(PreTrainedModel):
@@ -344,6 +403,26 @@ class LoopedPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": LoopedDecoderLayer, "attentions": LoopedAttention}
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """Load a checkpoint as in Transformers, but refuse one whose weights are not this model's.
+
+        Raises
+        ------
+        ValueError
+            If weights are missing, or are there that the model doesn't have (an LM head besides: LoopedModel loads
+            checkpoints of LoopedForCausalLM). `output_loading_info=True` loads it anyway and returns what was wrong.
+        """
+        asked = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+        )
+        if asked:
+            return model, info
+        if pretrained_model_name_or_path is not None:
+            _check_keys(pretrained_model_name_or_path, info)
+        return model
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -366,6 +445,20 @@ class LoopedPreTrainedModel(PreTrainedModel):
             init.uniform_(module.weight, -bound, bound)
         else:
             super()._init_weights(module)
+
+
+def _check_keys(name: str, info: dict) -> None:
+    """Refuse a checkpoint with missing or unexpected weights, given the loading info of Transformers."""
+    wrong = {
+        "missing": sorted(info["missing_keys"]),
+        "unexpected": sorted(set(info["unexpected_keys"]) - {"lm_head.weight"}),
+    }
+    found = "; ".join(f"{kind}: {', '.join(keys)}" for kind, keys in wrong.items() if keys)
+    if found:
+        raise ValueError(
+            f"{name} does not hold this model's weights ({found}). Check that the config belongs to the checkpoint, or "
+            "load it with output_loading_info=True, which initialises missing weights anew."
+        )
 
 
 class LoopedModel(LoopedPreTrainedModel):
@@ -401,38 +494,46 @@ class LoopedModel(LoopedPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
         num_recurrences: int | None = None,
+        output_recurrent_states: bool = False,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> BaseModelOutputWithPast:
+    ) -> LoopedModelOutput:
         """Run prelude, r recurrences and coda.
 
         Parameters
         ----------
         input_ids, inputs_embeds
             Tokens [B, T] or embeddings [B, T, D], exactly one of them.
-        attention_mask, position_ids, cache, use_cache
+        attention_mask, position_ids, cache
             As in every Transformers decoder; rows with several documents are separated by `position_ids` that start
-            again at 0, if neither mask nor cache is given.
+            again at 0, if neither mask nor cache is given. Every call on one cache must run enough recurrences to fill
+            the slots that later calls read.
+        use_cache
+            Make and return a cache (None: the config's). While gradients are recorded in training none is made.
         num_recurrences
             r of this call; None: the config's.
+        output_recurrent_states
+            Return the state after each recurrence.
 
         Raises
         ------
         ValueError
-            If both or neither of `input_ids` and `inputs_embeds` are given, or r is out of range.
+            If both or neither of `input_ids` and `inputs_embeds` are given, shapes do not fit, a token id or r is out
+            of range, or the cache is too short or was filled with fewer recurrences.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("Exactly one of input_ids and inputs_embeds must be given.")
-        r = self._recurrences(num_recurrences)
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        if use_cache and cache is None:
+        r = self.recurrences(num_recurrences)
+        inputs_embeds = self._embed(input_ids, inputs_embeds)
+        if use_cache and cache is None and not (self.training and torch.is_grad_enabled()):
             cache = DynamicCache()  # grows by a slot at each layer's first call, whatever r
-        self._check_slots(cache, r)
+        seen = 0
+        if isinstance(
+            cache, Cache
+        ):  # the paged cache of generate_batch comes with masks and positions
+            seen = cache.get_seq_length()
+            self._check_cache(cache, r, inputs_embeds.shape[1])
         if position_ids is None:
-            seen = cache.get_seq_length() if cache is not None else 0
-            position_ids = (
-                torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen
-            ).unsqueeze(0)
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen
+            position_ids = position_ids.unsqueeze(0)
+        _check_shapes(inputs_embeds, attention_mask, position_ids, seen)
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=inputs_embeds,
@@ -448,29 +549,65 @@ class LoopedModel(LoopedPreTrainedModel):
         hidden_states = self.embed_norm(inputs_embeds)
         for layer in self.prelude:
             hidden_states = layer(hidden_states, cache=cache, **kwargs)
-        hidden_states = self._recur(hidden_states, r, cache, **kwargs)
+        states = self._recur(hidden_states, r, cache, **kwargs)
+        hidden_states = states[-1]
         for layer in self.coda:
             hidden_states = layer(hidden_states, cache=cache, **kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
+        return LoopedModelOutput(
+            last_hidden_state=self.norm(hidden_states),
+            cache=cache,
+            recurrent_states=states if output_recurrent_states else None,
+        )
 
-    def _recur(self, e: torch.Tensor, r: int, cache: Cache | None, **kwargs) -> torch.Tensor:
-        """Run the shared block r times from the prelude's output e, [B, T, D] → [B, T, D].
+    def _embed(
+        self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Embeddings [B, T, D] of whichever input is given."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Exactly one of input_ids and inputs_embeds must be given.")
+        if inputs_embeds is not None:
+            if inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != self.config.hidden_size:
+                raise ValueError(
+                    f"inputs_embeds has the shape {tuple(inputs_embeds.shape)}: [B, T, {self.config.hidden_size}] "
+                    "(rows, tokens, hidden_size) is needed."
+                )
+            return inputs_embeds
+        if input_ids.ndim != 2:
+            raise ValueError(
+                f"input_ids has the shape {tuple(input_ids.shape)}: [B, T] (rows, tokens) is needed; input_ids[None] "
+                "makes a row of single tokens."
+            )
+        try:
+            return self.embed_tokens(input_ids)
+        except IndexError as error:
+            raise ValueError(
+                f"input_ids holds {input_ids.min()} to {input_ids.max()}: ids must lie in "
+                f"0..{self.config.vocab_size - 1} (vocab_size − 1). Does the tokenizer belong to this model?"
+            ) from error
 
-        Recurrences before the last `backprop_recurrences` are not recorded for differentiation (truncated BPTT).
+    def _recur(
+        self, e: torch.Tensor, r: int, cache: Cache | None, **kwargs
+    ) -> tuple[torch.Tensor, ...]:
+        """Run the shared block r times from the prelude's output e; return the r states [B, T, D] for the coda.
+
+        Recurrences before the last `backprop_recurrences` are not recorded for differentiation (truncated BPTT), those
+        before the last `cached_recurrences` not kept in the cache.
         """
         truncated = (
             r - self.config.backprop_recurrences if self.training and self.config.truncated else 0
         )
+        cached = self.config.cached_recurrences(r)
         carried = self.injection.start(self._initial_state(e, kwargs["position_ids"]))
+        states = []
         for t in range(r):
+            slots = {"slot_offset": t % cached * len(self.recurrent), "keep": t >= r - cached}
             with _without_gradient(e.device.type) if t < truncated else nullcontext():
                 hidden_states = self.injection.read(carried, e, t)
                 for layer in self.recurrent:
-                    hidden_states = layer(
-                        hidden_states, cache=cache, slot_offset=t * len(self.recurrent), **kwargs
-                    )
+                    hidden_states = layer(hidden_states, cache=cache, **slots, **kwargs)
                 carried = self.injection.write(carried, self.recurrent_norm(hidden_states), t)
-        return self.injection.finish(carried)
+            states.append(self.injection.finish(carried))
+        return tuple(states)
 
     def _initial_state(self, e: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """h(0), [B, T, D]."""
@@ -487,7 +624,8 @@ class LoopedModel(LoopedPreTrainedModel):
             .expand_as(e)
         )
 
-    def _recurrences(self, asked: int | None) -> int:
+    def recurrences(self, asked: int | None) -> int:
+        """Validate r of a call, None meaning the config's."""
         r = self.config.num_recurrences if asked is None else asked
         if r < 1:
             raise ValueError(f"num_recurrences is {r}: at least one recurrence is needed.")
@@ -499,16 +637,56 @@ class LoopedModel(LoopedPreTrainedModel):
             )
         return r
 
-    def _check_slots(self, cache: Cache | None, r: int) -> None:
-        """Refuse a cache of fixed length that has no slot for the last recurrences."""
-        if cache is None or cache.layer_class_to_replicate is not None:
-            return
-        slots = len(self.prelude) + len(self.coda) + r * len(self.recurrent)
-        if len(cache.layers) < slots:
+    def slots(self, r: int) -> int:
+        """Cache slots that a call with r recurrences uses."""
+        cached = self.config.cached_recurrences(r)
+        return len(self.prelude) + len(self.coda) + cached * len(self.recurrent)
+
+    def _check_cache(self, cache: Cache, r: int, new_tokens: int) -> None:
+        """Refuse a cache with too few slots, of unequal lengths, or with no room for the new tokens."""
+        slots = self.slots(r)
+        if cache.layer_class_to_replicate is None and len(cache.layers) < slots:
             raise ValueError(
-                f"The cache has {len(cache.layers)} slots, but num_recurrences = {r} calls {slots} layers. Pass "
-                f"cache=DynamicCache(), which grows, or set model.config.num_recurrences = {r} before making the cache."
+                f"The cache has {len(cache.layers)} slots, but num_recurrences = {r} uses {slots}. Pass "
+                "cache=DynamicCache(), which grows, let generate make the cache, or set "
+                f"model.config.num_recurrences = {r} before making it."
             )
+        if torch.compiler.is_compiling():
+            return  # the lengths of static caches are tensors, and reading them would break the graph
+        first, last = int(cache.get_seq_length()), int(cache.get_seq_length(slots - 1))
+        if first != last:
+            raise ValueError(
+                f"The cache holds {first} tokens, but only {last} of them for num_recurrences = {r}: earlier calls ran "
+                "fewer recurrences. Use one num_recurrences for all calls on a cache, or a new cache."
+            )
+        room = cache.layers[0].get_max_length() if cache.layers else -1
+        if 0 <= room < first + new_tokens:
+            raise ValueError(
+                f"The cache has room for {room} tokens, but holds {first} and gets {new_tokens} more. Make it with "
+                f"max_cache_len >= {first + new_tokens}."
+            )
+
+
+def _check_shapes(
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor,
+    seen: int | torch.Tensor,
+) -> None:
+    """Refuse a 2-D mask that does not reach over cached and new tokens, or positions of another number of tokens."""
+    rows, tokens = inputs_embeds.shape[:2]
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+        length = tokens + (seen if isinstance(seen, int) else 0)
+        if attention_mask.shape[0] != rows or attention_mask.shape[1] < length:
+            raise ValueError(
+                f"attention_mask has the shape {tuple(attention_mask.shape)}, but there are {rows} rows of {length} "
+                "tokens, cached ones included: give it one entry for each of them."
+            )
+    if position_ids.shape[-1] != tokens or position_ids.shape[0] not in (1, rows):
+        raise ValueError(
+            f"position_ids has the shape {tuple(position_ids.shape)}, but there are {rows} rows of {tokens} new "
+            f"tokens: give it [{rows}, {tokens}] or [1, {tokens}]."
+        )
 
 
 class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
@@ -536,9 +714,11 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         num_recurrences: int | None = None,
+        output_recurrent_states: bool = False,
         logits_to_keep: int | torch.Tensor = 0,
+        skip_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> CausalLMOutputWithPast:
+    ) -> LoopedCausalLMOutput:
         """Score tokens; arguments as in `LoopedModel.forward`, and these.
 
         Parameters
@@ -548,8 +728,11 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             `shift_labels` takes targets that are shifted already.
         logits_to_keep
             Score only the last n positions (0: all), or the given ones.
+        skip_logits
+            With labels, return the loss alone, computed without holding the logits (`chunked_loss.py`). None: in
+            training what the config says, else False.
         """
-        outputs: BaseModelOutputWithPast = self.model(
+        outputs: LoopedModelOutput = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -557,26 +740,97 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             num_recurrences=num_recurrences,
+            output_recurrent_states=output_recurrent_states,
             **kwargs,
         )
-        logits = self.lm_head(
-            slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
-        ).float()  # [B, T, V]
-        cap = self.config.final_logit_softcapping
-        if cap is not None:
-            logits = cap * torch.tanh(logits / cap)
-        loss = None
-        if labels is not None or kwargs.get("shift_labels") is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
-            )
-        return CausalLMOutputWithPast(
+        hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
+        if skip_logits is None:
+            skip_logits = self.training and self.config.skip_logits
+        logits = loss = None
+        scored = labels is not None or kwargs.get("shift_labels") is not None
+        if scored and skip_logits and self._has_plain_head():
+            loss = self._chunked_loss(hidden_states, labels, **kwargs)
+        else:
+            logits = self.lm_head(hidden_states).float()  # [B, T, V]
+            cap = self.config.final_logit_softcapping
+            if cap is not None:
+                logits = cap * torch.tanh(logits / cap)
+            if scored:
+                loss = self.loss_function(
+                    logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+                )
+        return LoopedCausalLMOutput(
             loss=loss,
-            logits=logits,
+            logits=None if scored and skip_logits else logits,
             cache=outputs.cache,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            recurrent_states=outputs.recurrent_states,
         )
+
+    def _has_plain_head(self) -> bool:
+        """Whether LM head and loss are our own: an adapter on the head or another loss needs the logits."""
+        return isinstance(self.lm_head, LoopedLMHead) and self.loss_function is ForCausalLMLoss
+
+    def _chunked_loss(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor | None,
+        shift_labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """`loss_function` without the logits: summed cross entropy over scored tokens or `num_items_in_batch`."""
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        targets = shift_labels.to(hidden_states.device)
+        total = self.lm_head(hidden_states, targets, self.config.final_logit_softcapping)
+        if num_items_in_batch is None:
+            num_items_in_batch = (targets != IGNORED).sum()
+        elif torch.is_tensor(num_items_in_batch):
+            num_items_in_batch = num_items_in_batch.to(total.device)
+        return total / num_items_in_batch
+
+    def _get_resized_lm_head(self, *args, **kwargs) -> LoopedLMHead:
+        """Keep the LM head's class, which Transformers replaces by nn.Linear."""
+        resized = super()._get_resized_lm_head(*args, **kwargs)
+        if isinstance(resized, LoopedLMHead):
+            return resized
+        head = LoopedLMHead(resized.in_features, resized.out_features, bias=False, device="meta")
+        head.weight = resized.weight
+        return head
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        """Give the cache that `generate` makes the slots of this call's r; one given by the user stays as it is."""
+        given = model_kwargs.get("cache")
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        cache = model_kwargs.get("cache")
+        if cache is None or cache is given:
+            return
+        slots = self.model.slots(self.model.recurrences(model_kwargs.get("num_recurrences")))
+        del cache.layers[slots:]
+        while len(cache.layers) < slots:
+            cache.layers.append(copy.deepcopy(cache.layers[-1]))
+
+    def _get_candidate_generator(self, *args, model_kwargs, **kwargs):
+        """Let an assistant model draft with the recurrences of its own config."""
+        drafting = {k: v for k, v in model_kwargs.items() if k != "num_recurrences"}
+        return super()._get_candidate_generator(*args, model_kwargs=drafting, **kwargs)
+
+    def generate_batch(self, inputs, *args, num_recurrences: int | None = None, **kwargs):
+        """Continuous batching as in Transformers, with the config's r.
+
+        Raises
+        ------
+        ValueError
+            If another num_recurrences is asked for: the paged cache is sized from the config.
+        """
+        if num_recurrences not in (None, self.config.num_recurrences):
+            raise ValueError(
+                f"num_recurrences is {num_recurrences}, but generate_batch takes r from the config, "
+                f"{self.config.num_recurrences}. Set model.config.num_recurrences = {num_recurrences}, or use generate."
+            )
+        return super().generate_batch(inputs, *args, **kwargs)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
 
@@ -85,7 +86,10 @@ def test_a_weight_missing_from_the_checkpoint_is_initialised_as_in_a_new_model(
         if name not in ("model.injection.proj.weight", "lm_head.weight")
     }
     save_file(kept, file, metadata={"format": "pt"})
-    loaded = LoopedForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="missing: lm_head.weight, model.injection.proj.weight"):
+        LoopedForCausalLM.from_pretrained(tmp_path)
+    loaded, info = LoopedForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] == {"model.injection.proj.weight", "lm_head.weight"}
     eye_and_zeros = torch.cat((torch.eye(32), torch.zeros(32, 32)), dim=1)
     assert torch.equal(loaded.model.injection.proj.weight, eye_and_zeros)
     # 2,048 draws of N(0, 0.001): the standard deviation's own error is 1.6 %, four of them are allowed
@@ -187,13 +191,13 @@ def test_no_recurrence_is_refused(tiny_model, tokens, tmp_path):
     with pytest.raises(ValueError, match="num_recurrences is 0"):
         model(tokens(), num_recurrences=0)
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="num_recurrences is 0"):
-        LoopedForCausalLM.from_pretrained(tmp_path, num_recurrences=0)(tokens())
+    with pytest.raises(StrictDataclassError, match="num_recurrences is 0"):
+        LoopedForCausalLM.from_pretrained(tmp_path, num_recurrences=0)
 
 
 def test_a_cache_of_fixed_length_that_is_too_short_is_refused_with_the_remedy(tiny_model, tokens):
     model = tiny_model()
-    remedy = r"8 slots, but num_recurrences = 5 calls 12 layers.*DynamicCache\(\)"
+    remedy = r"8 slots, but num_recurrences = 5 uses 12.*DynamicCache\(\)"
     for cache in (
         DynamicCache(config=model.config),
         StaticCache(config=model.config, max_cache_len=16),
