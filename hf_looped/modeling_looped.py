@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, StaticLayer
 from transformers.generation import GenerationMixin
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import create_causal_mask
@@ -38,6 +38,7 @@ from transformers.utils.generic import (
 )
 from transformers.utils.output_capturing import capture_outputs
 
+from . import cpu_ops
 from .chunked_loss import IGNORED, chunked_cross_entropy
 from .configuration_looped import LoopedConfig
 
@@ -69,9 +70,10 @@ class LoopedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps).to(
-            x.dtype
-        )
+        if cpu_ops.applies(x):
+            return cpu_ops.RMSNorm.apply(x.float(), self.weight.float(), self.eps).to(x.dtype)
+        weight = self.weight.float()
+        return nn.functional.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
 
 
 class LoopedRotaryEmbedding(nn.Module):
@@ -113,10 +115,21 @@ class LoopedRotaryEmbedding(nn.Module):
         return cos.to(x.dtype), sin.to(x.dtype)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs (i, i + C/2) of x [B, H, T, C] by the angles of cos, sin [B, 1, T, C], in Llama's direction."""
+def rotate_and_normalise(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Rotate pairs (i, i + C/2) in Llama's direction by the angles of cos, sin [B, T, C], then RMSNorm without gain.
+
+    [B, T, H, C] → [B, H, T, C], computed in float32.
+    """
+    dtype, x = x.dtype, x.float()
+    cos, sin = cos.float().unsqueeze(2), sin.float().unsqueeze(2)
+    if cpu_ops.applies(x):
+        half = x.shape[-1] // 2
+        return cpu_ops.RotaryNorm.apply(x, cos[..., :half], sin[..., :half], eps).to(dtype)
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    turned = (x * cos + torch.cat((-second, first), dim=-1) * sin).transpose(1, 2)
+    return nn.functional.rms_norm(turned, x.shape[-1:], eps=eps).to(dtype)
 
 
 def repeat_kv(x: torch.Tensor, groups: int) -> torch.Tensor:
@@ -149,6 +162,21 @@ def eager_attention_forward(
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
+def blockwise_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    scaling: float,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention where it beats SDPA (`cpu_ops.attends`), [B, H, T, C] → [B, T, H, C]."""
+    key = repeat_kv(key, module.num_key_value_groups)
+    value = repeat_kv(value, module.num_key_value_groups)
+    return cpu_ops.causal_attention(query, key, value, scaling), None
+
+
 def update_cache(
     cache: Cache, key: torch.Tensor, value: torch.Tensor, slot: int, keep: bool, kwargs: dict
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,13 +187,18 @@ def update_cache(
     """
     if not isinstance(cache, Cache):
         return cache.update(key, value, slot, kwargs=kwargs)
-    if cache.offloading and slot < len(cache.layers):
-        cache.layers[
-            slot
-        ].prefetch()  # the cache itself fetches slot + 1 ahead, but the coda is called last
+    while len(cache.layers) <= slot:  # a cache that grows by itself; `_check_cache` refuses others
+        cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[slot]
+    held = dict(vars(layer))
+    if cache.offloading:
+        layer.prefetch()  # the cache itself fetches slot + 1 ahead, but the coda is called last
     keys, values = cache.update(key, value, slot, kwargs=kwargs)
     if not keep:
-        cache.layers[slot].crop(-key.shape[-2])
+        if isinstance(layer, StaticLayer):  # written in place, and written over by the next update
+            layer.crop(-key.shape[-2])
+        else:  # growing layers replace their tensors
+            vars(layer).update(held)
     return keys, values
 
 
@@ -185,10 +218,10 @@ class LoopedAttention(nn.Module):
             config.num_attention_heads * config.head_dim,
             config.num_key_value_heads * config.head_dim,
         )
-        self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.q_proj = cpu_ops.Linear(config.hidden_size, width, bias=False)
+        self.k_proj = cpu_ops.Linear(config.hidden_size, kv_width, bias=False)
+        self.v_proj = cpu_ops.Linear(config.hidden_size, kv_width, bias=False)
+        self.o_proj = cpu_ops.Linear(width, config.hidden_size, bias=False)
 
     def forward(
         self,
@@ -205,35 +238,28 @@ class LoopedAttention(nn.Module):
         slot_offset is added to the layer's own slot; keep says whether this call's keys and values stay in the cache.
         """
         heads = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(heads).transpose(1, 2)  # [B, H, T, C]
-        key = self.k_proj(hidden_states).view(heads).transpose(1, 2)  # [B, G, T, C]
+        query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
+        groups = key.shape[-1] // self.head_dim  # G, or the share of it on this device
+        both = torch.cat((query, key), dim=-1).view(heads)  # [B, T, H + G, C]
+        both = rotate_and_normalise(both, *position_embeddings, self.config.rms_norm_eps)
+        query, key = both.split(
+            (both.shape[1] - groups, groups), dim=1
+        )  # [B, H, T, C], [B, G, T, C]
         value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
-        cos, sin = (part.to(query.dtype).unsqueeze(1) for part in position_embeddings)
-        query = self._normalise(rotate(query, cos, sin))
-        key = self._normalise(rotate(key, cos, sin))
         if cache is not None:
             slot = self.layer_idx + slot_offset
             key, value = update_cache(cache, key, value, slot, keep, kwargs)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
+        implementation = self.config._attn_implementation
+        dropout = self.attention_dropout if self.training else 0.0
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        if implementation == "sdpa" and not dropout and kwargs.get("is_causal") is None:
+            if cpu_ops.attends(query, key, attention_mask):
+                attend = blockwise_attention_forward
         output, weights = attend(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
+            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
         )
         output = output.reshape(*hidden_states.shape[:-1], -1).contiguous()
         return self.o_proj(output), weights
-
-    def _normalise(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.rms_norm(x.float(), x.shape[-1:], eps=self.config.rms_norm_eps).to(
-            x.dtype
-        )
 
 
 class LoopedMLP(nn.Module):
@@ -241,12 +267,16 @@ class LoopedMLP(nn.Module):
 
     def __init__(self, config: LoopedConfig):
         super().__init__()
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.up_proj = cpu_ops.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = cpu_ops.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.act_fn = ACT2FN[config.hidden_act]
+        self.squared_relu = config.hidden_act == "relu2"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.up_proj(x)))
+        hidden = self.up_proj(x)
+        if cpu_ops.applies(x) and self.squared_relu:
+            return self.down_proj(cpu_ops.ReluSquared.apply(hidden))
+        return self.down_proj(self.act_fn(hidden))
 
 
 class LoopedDecoderLayer(GradientCheckpointingLayer):
@@ -301,7 +331,7 @@ class AdditiveInjection(PassthroughInjection):
         return carried + e
 
 
-class InjectionProjection(nn.Linear):
+class InjectionProjection(cpu_ops.Linear):
     """W of the linear injection, a class of its own for its initialisation [I ‖ 0]."""
 
 
@@ -387,7 +417,7 @@ class LoopedLMHead(nn.Linear):
         Both in this one place, so that whatever gathers the weight before `forward` (FSDP) does it for the loss too.
         """
         if targets is None:
-            return super().forward(hidden_states)
+            return cpu_ops.linear(hidden_states, self.weight)
         return chunked_cross_entropy(hidden_states, self.weight, targets, softcap)
 
 
@@ -798,6 +828,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             return resized
         head = LoopedLMHead(resized.in_features, resized.out_features, bias=False, device="meta")
         head.weight = resized.weight
+        head._is_hf_initialized = True  # not to be drawn anew by a later post_init
         return head
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
@@ -812,10 +843,20 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         while len(cache.layers) < slots:
             cache.layers.append(copy.deepcopy(cache.layers[-1]))
 
-    def _get_candidate_generator(self, *args, model_kwargs, **kwargs):
-        """Let an assistant model draft with the recurrences of its own config."""
-        drafting = {k: v for k, v in model_kwargs.items() if k != "num_recurrences"}
-        return super()._get_candidate_generator(*args, model_kwargs=drafting, **kwargs)
+    def _get_candidate_generator(self, *args, generation_config, model_kwargs, **kwargs):
+        """Let an assistant draft with the recurrences of its own config, or this model with fewer.
+
+        `generate(assistant_early_exit=k)` drafts with k recurrences of the model itself.
+        """
+        drafting = {key: value for key, value in model_kwargs.items() if key != "num_recurrences"}
+        if generation_config.assistant_early_exit is not None:
+            drafting["num_recurrences"] = generation_config.assistant_early_exit
+            kwargs["assistant_model"] = self
+            generation_config = copy.deepcopy(generation_config)
+            generation_config.assistant_early_exit = None
+        return super()._get_candidate_generator(
+            *args, generation_config=generation_config, model_kwargs=drafting, **kwargs
+        )
 
     def generate_batch(self, inputs, *args, num_recurrences: int | None = None, **kwargs):
         """Continuous batching as in Transformers, with the config's r.
