@@ -50,6 +50,8 @@ def chunked_cross_entropy(
             f"targets have the shape {tuple(targets.shape)}, hidden_states {tuple(hidden_states.shape)}: there must be "
             "one target for each hidden state."
         )
+    if not torch.is_grad_enabled():
+        hidden_states, weight = hidden_states.detach(), weight.detach()
     if torch.is_autocast_enabled(hidden_states.device.type):
         dtype = torch.get_autocast_dtype(hidden_states.device.type)
         hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)

@@ -70,9 +70,9 @@ class LoopedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if cpu_ops.applies(x):
-            return cpu_ops.RMSNorm.apply(x.float(), self.weight.float(), self.eps).to(x.dtype)
         weight = self.weight.float()
+        if cpu_ops.applies(x):
+            return cpu_ops.RMSNorm.apply(x.float(), weight, self.eps).to(x.dtype)
         return nn.functional.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
 
 
@@ -190,7 +190,7 @@ def update_cache(
     while len(cache.layers) <= slot:  # a cache that grows by itself; `_check_cache` refuses others
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[slot]
-    held = dict(vars(layer))
+    held = {} if keep else dict(vars(layer))
     if cache.offloading:
         layer.prefetch()  # the cache itself fetches slot + 1 ahead, but the coda is called last
     keys, values = cache.update(key, value, slot, kwargs=kwargs)
@@ -213,6 +213,7 @@ class LoopedAttention(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
+        self.eps = config.rms_norm_eps
         self.is_causal = True
         width, kv_width = (
             config.num_attention_heads * config.head_dim,
@@ -241,7 +242,7 @@ class LoopedAttention(nn.Module):
         query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
         groups = key.shape[-1] // self.head_dim  # G, or the share of it on this device
         both = torch.cat((query, key), dim=-1).view(heads)  # [B, T, H + G, C]
-        both = rotate_and_normalise(both, *position_embeddings, self.config.rms_norm_eps)
+        both = rotate_and_normalise(both, *position_embeddings, self.eps)
         query, key = both.split(
             (both.shape[1] - groups, groups), dim=1
         )  # [B, H, T, C], [B, G, T, C]
@@ -563,7 +564,7 @@ class LoopedModel(LoopedPreTrainedModel):
         if position_ids is None:
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen
             position_ids = position_ids.unsqueeze(0)
-        _check_shapes(inputs_embeds, attention_mask, position_ids, seen)
+        _check_shapes(inputs_embeds, attention_mask, position_ids, cache)
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=inputs_embeds,
@@ -701,21 +702,51 @@ def _check_shapes(
     inputs_embeds: torch.Tensor,
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor,
-    seen: int | torch.Tensor,
+    cache: Cache | None,
 ) -> None:
-    """Refuse a 2-D mask that does not reach over cached and new tokens, or positions of another number of tokens."""
+    """Refuse a mask that does not cover cached and new tokens, or positions of another number of tokens.
+
+    Caches of fixed length may have a mask that reaches further.
+    """
     rows, tokens = inputs_embeds.shape[:2]
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-        length = tokens + (seen if isinstance(seen, int) else 0)
-        if attention_mask.shape[0] != rows or attention_mask.shape[1] < length:
+    if isinstance(attention_mask, torch.Tensor):
+        growing = cache is None or isinstance(cache, DynamicCache)
+        length = tokens + (cache.get_seq_length() if growing and cache is not None else 0)
+        shape = tuple(attention_mask.shape)
+        if attention_mask.ndim == 2:
+            fits = shape[0] == rows and (shape[1] == length if growing else shape[1] >= tokens)
+        else:
+            fits = attention_mask.ndim == 4 and shape[0] in (1, rows) and shape[2] == tokens
+        if not fits:
             raise ValueError(
-                f"attention_mask has the shape {tuple(attention_mask.shape)}, but there are {rows} rows of {length} "
-                "tokens, cached ones included: give it one entry for each of them."
+                f"attention_mask has the shape {shape}, but there are {rows} rows of {length} tokens, cached ones "
+                f"included: give it [{rows}, {length}], or [{rows}, 1, {tokens}, {length}] for a mask of each pair."
             )
-    if position_ids.shape[-1] != tokens or position_ids.shape[0] not in (1, rows):
+    if (
+        position_ids.ndim != 2
+        or position_ids.shape[1] != tokens
+        or len(position_ids) not in (1, rows)
+    ):
         raise ValueError(
             f"position_ids has the shape {tuple(position_ids.shape)}, but there are {rows} rows of {tokens} new "
             f"tokens: give it [{rows}, {tokens}] or [1, {tokens}]."
+        )
+
+
+def _check_targets(name: str, targets: torch.Tensor, shape: torch.Size, vocab_size: int) -> None:
+    """Refuse targets that are not one for each scored position [B, T], or no token (asked on CPUs, where it's free)."""
+    if targets.shape != shape:
+        raise ValueError(
+            f"{name} has the shape {tuple(targets.shape)}, but {tuple(shape)} positions are scored: give one target "
+            "for each of them."
+        )
+    if targets.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    wrong = targets[(targets != IGNORED) & ((targets < 0) | (targets >= vocab_size))]
+    if wrong.numel():
+        raise ValueError(
+            f"{name} holds {wrong[0]}: targets must lie in 0..{vocab_size - 1} (vocab_size − 1), or be −100, which is "
+            "not scored."
         )
 
 
@@ -777,8 +808,13 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         if skip_logits is None:
             skip_logits = self.training and self.config.skip_logits
         logits = loss = None
-        scored = labels is not None or kwargs.get("shift_labels") is not None
-        if scored and skip_logits and self._has_plain_head():
+        shift_labels = kwargs.get("shift_labels")
+        scored = labels is not None or shift_labels is not None
+        if scored:
+            name = "labels" if shift_labels is None else "shift_labels"
+            targets = labels if shift_labels is None else shift_labels
+            _check_targets(name, targets, hidden_states.shape[:-1], self.config.vocab_size)
+        if scored and skip_logits and self._can_skip_logits(**kwargs):
             loss = self._chunked_loss(hidden_states, labels, **kwargs)
         else:
             logits = self.lm_head(hidden_states).float()  # [B, T, V]
@@ -798,9 +834,14 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             recurrent_states=outputs.recurrent_states,
         )
 
-    def _has_plain_head(self) -> bool:
-        """Whether LM head and loss are our own: an adapter on the head or another loss needs the logits."""
-        return isinstance(self.lm_head, LoopedLMHead) and self.loss_function is ForCausalLMLoss
+    def _can_skip_logits(self, ignore_index: int = IGNORED, **kwargs) -> bool:
+        """Whether head and loss are those of `_chunked_loss`, without adapter, tensor parallelism or another loss."""
+        return (
+            isinstance(self.lm_head, LoopedLMHead)
+            and self.loss_function is ForCausalLMLoss
+            and (getattr(self, "_tp_size", None) or 1) == 1
+            and ignore_index == IGNORED
+        )
 
     def _chunked_loss(
         self,
