@@ -22,7 +22,9 @@ demo: venv
 test: venv
 	OMP_NUM_THREADS=1 $(PY) -m pytest
 
+# torchao is for these tests alone: Transformers imports it with a warning wherever it is installed.
 test-slow: venv
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[quantization]'
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m 'slow or network'
 
 lint: venv
