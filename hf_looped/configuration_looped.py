@@ -176,6 +176,10 @@ class LoopedConfig(PreTrainedConfig):
         """
         replaced = {name: kwargs.pop(name) for name in list(kwargs) if name in cls.__annotations__}
         fields = {**config_dict, **replaced}
+        if (
+            cls._auto_class is None
+        ):  # not an export's own class: what is saved next has no code beside it to name
+            fields.pop("auto_map", None)
         k = fields.get("num_backprop_recurrences")
         if "num_backprop_recurrences" not in replaced and k is not None:
             if k > fields.get("num_recurrences", k):

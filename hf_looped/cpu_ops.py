@@ -2,7 +2,7 @@
 """What CPUs do slowly when composed of general operations, with gradients by hand that pass over memory less often.
 
 Each function equals the plain expression in its docstring. Training on a CPU uses them; accelerators have fused kernels
-of their own, a compiler fuses the plain expressions itself (`applies`).
+of their own, a compiler fuses the plain expressions itself (`differentiates_on_cpu`).
 
 CPUs without bfloat16 products multiply it some eight times slower than float32 (tests/benchmarks/model.py), so bfloat16
 products are taken in float32 there and rounded to bfloat16, as hardware with bfloat16 products does.
@@ -23,9 +23,9 @@ LONGEST = 1024  # tokens up to which the attention below beats the fused kernel
 BLOCK = 128  # queries of one block
 
 
-def applies(x: torch.Tensor) -> bool:
+def differentiates_on_cpu(x: torch.Tensor) -> bool:
     """Whether x is differentiated on a CPU, by no compiler."""
-    return x.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return torch.is_grad_enabled() and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 class Linear(nn.Linear):
@@ -33,22 +33,24 @@ class Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply, [..., D] → [..., F]."""
+        if x.dtype is not torch.bfloat16:
+            return nn.functional.linear(x, self.weight)
         return linear(x, self.weight)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x·Wᵀ, [..., D], [F, D] → [..., F]."""
     in_float32 = (
-        x.dtype is torch.bfloat16
+        not MULTIPLIES_BF16
+        and x.dtype is torch.bfloat16
         and weight.dtype is torch.bfloat16
-        and not MULTIPLIES_BF16
         and x.device.type == "cpu"
         and type(weight) in (torch.Tensor, nn.Parameter)  # quantised weights multiply by themselves
         and x.numel() >= FEWEST_ROWS * x.shape[-1]
     )
     if not in_float32:
         return nn.functional.linear(x, weight)
-    if applies(x):
+    if differentiates_on_cpu(x):
         return _LinearInFloat32.apply(x, weight)
     return nn.functional.linear(x.float(), weight.float()).to(x.dtype)
 
@@ -166,9 +168,13 @@ class ReluSquared(torch.autograd.Function):
         return (x.relu() * gradient).mul_(2)
 
 
-def attends(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def prefers_blocks(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Whether `causal_attention` fits and pays: differentiated on a CPU, causal without further mask, not too long."""
-    return applies(query) and mask is None and 1 < query.shape[2] == key.shape[2] <= LONGEST
+    return (
+        differentiates_on_cpu(query)
+        and mask is None
+        and 1 < query.shape[2] == key.shape[2] <= LONGEST
+    )
 
 
 def causal_attention(

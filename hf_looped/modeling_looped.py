@@ -38,9 +38,18 @@ from transformers.utils.generic import (
 )
 from transformers.utils.output_capturing import capture_outputs
 
-from . import cpu_ops
 from .chunked_loss import IGNORED, chunked_cross_entropy
 from .configuration_looped import LoopedConfig
+from .cpu_ops import (
+    Linear,
+    ReluSquared,
+    RMSNorm,
+    RotaryNorm,
+    causal_attention,
+    differentiates_on_cpu,
+    linear,
+    prefers_blocks,
+)
 
 
 @dataclass
@@ -71,8 +80,8 @@ class LoopedRMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.float()
-        if cpu_ops.applies(x):
-            return cpu_ops.RMSNorm.apply(x.float(), weight, self.eps).to(x.dtype)
+        if differentiates_on_cpu(x):
+            return RMSNorm.apply(x.float(), weight, self.eps).to(x.dtype)
         return nn.functional.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
 
 
@@ -124,9 +133,9 @@ def rotate_and_normalise(
     """
     dtype, x = x.dtype, x.float()
     cos, sin = cos.float().unsqueeze(2), sin.float().unsqueeze(2)
-    if cpu_ops.applies(x):
+    if differentiates_on_cpu(x):
         half = x.shape[-1] // 2
-        return cpu_ops.RotaryNorm.apply(x, cos[..., :half], sin[..., :half], eps).to(dtype)
+        return RotaryNorm.apply(x, cos[..., :half], sin[..., :half], eps).to(dtype)
     first, second = x.chunk(2, dim=-1)
     turned = (x * cos + torch.cat((-second, first), dim=-1) * sin).transpose(1, 2)
     return nn.functional.rms_norm(turned, x.shape[-1:], eps=eps).to(dtype)
@@ -171,10 +180,10 @@ def blockwise_attention_forward(
     scaling: float,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention where it beats SDPA (`cpu_ops.attends`), [B, H, T, C] → [B, T, H, C]."""
+    """Causal attention where it beats SDPA (`cpu_ops.prefers_blocks`), [B, H, T, C] → [B, T, H, C]."""
     key = repeat_kv(key, module.num_key_value_groups)
     value = repeat_kv(value, module.num_key_value_groups)
-    return cpu_ops.causal_attention(query, key, value, scaling), None
+    return causal_attention(query, key, value, scaling), None
 
 
 def update_cache(
@@ -219,10 +228,10 @@ class LoopedAttention(nn.Module):
             config.num_attention_heads * config.head_dim,
             config.num_key_value_heads * config.head_dim,
         )
-        self.q_proj = cpu_ops.Linear(config.hidden_size, width, bias=False)
-        self.k_proj = cpu_ops.Linear(config.hidden_size, kv_width, bias=False)
-        self.v_proj = cpu_ops.Linear(config.hidden_size, kv_width, bias=False)
-        self.o_proj = cpu_ops.Linear(width, config.hidden_size, bias=False)
+        self.q_proj = Linear(config.hidden_size, width, bias=False)
+        self.k_proj = Linear(config.hidden_size, kv_width, bias=False)
+        self.v_proj = Linear(config.hidden_size, kv_width, bias=False)
+        self.o_proj = Linear(width, config.hidden_size, bias=False)
 
     def forward(
         self,
@@ -254,7 +263,7 @@ class LoopedAttention(nn.Module):
         dropout = self.attention_dropout if self.training else 0.0
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         if implementation == "sdpa" and not dropout and kwargs.get("is_causal") is None:
-            if cpu_ops.attends(query, key, attention_mask):
+            if prefers_blocks(query, key, attention_mask):
                 attend = blockwise_attention_forward
         output, weights = attend(
             self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
@@ -268,15 +277,15 @@ class LoopedMLP(nn.Module):
 
     def __init__(self, config: LoopedConfig):
         super().__init__()
-        self.up_proj = cpu_ops.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = cpu_ops.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.act_fn = ACT2FN[config.hidden_act]
         self.squared_relu = config.hidden_act == "relu2"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.up_proj(x)
-        if cpu_ops.applies(x) and self.squared_relu:
-            return self.down_proj(cpu_ops.ReluSquared.apply(hidden))
+        if differentiates_on_cpu(x) and self.squared_relu:
+            return self.down_proj(ReluSquared.apply(hidden))
         return self.down_proj(self.act_fn(hidden))
 
 
@@ -332,7 +341,7 @@ class AdditiveInjection(PassthroughInjection):
         return carried + e
 
 
-class InjectionProjection(cpu_ops.Linear):
+class InjectionProjection(Linear):
     """W of the linear injection, a class of its own for its initialisation [I ‖ 0]."""
 
 
@@ -418,7 +427,7 @@ class LoopedLMHead(nn.Linear):
         Both in this one place, so that whatever gathers the weight before `forward` (FSDP) does it for the loss too.
         """
         if targets is None:
-            return cpu_ops.linear(hidden_states, self.weight)
+            return linear(hidden_states, self.weight)
         return chunked_cross_entropy(hidden_states, self.weight, targets, softcap)
 
 
