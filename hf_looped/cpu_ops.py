@@ -19,7 +19,7 @@ MULTIPLIES_BF16 = _CAPABILITIES.get("architecture") != "x86_64" or bool(
     _CAPABILITIES.get("avx512_bf16") or _CAPABILITIES.get("amx_bf16")
 )
 FEWEST_ROWS = 4  # of a product for which casting the weight pays
-LONGEST = 1024  # tokens up to which the attention below beats the fused kernel
+LONGEST = 1024  # tokens of a row up to which the attention below keeps its weights
 BLOCK = 128  # queries of one block
 
 
@@ -62,7 +62,8 @@ class _LinearInFloat32(torch.autograd.Function):
 
     @staticmethod
     def forward(x, weight):
-        return nn.functional.linear(x.float(), weight.float()).to(x.dtype)
+        with torch.autocast("cpu", enabled=False):
+            return nn.functional.linear(x.float(), weight.float()).to(x.dtype)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -169,9 +170,13 @@ class ReluSquared(torch.autograd.Function):
 
 
 def prefers_blocks(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether `causal_attention` fits and pays: differentiated on a CPU, causal without further mask, not too long."""
+    """Whether `causal_attention` fits and beats SDPA: differentiated bfloat16 on a CPU, causal alone, not too long.
+
+    In float32 the two are equal within a quarter (tests/benchmarks/attention.py).
+    """
     return (
-        differentiates_on_cpu(query)
+        query.dtype is torch.bfloat16
+        and differentiates_on_cpu(query)
         and mask is None
         and 1 < query.shape[2] == key.shape[2] <= LONGEST
     )
@@ -194,17 +199,18 @@ class _CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, scaling):
-        dtype = torch.float32 if not MULTIPLIES_BF16 else query.dtype
+        dtype = query.dtype if MULTIPLIES_BF16 else torch.float32
         q, k, v = (x.to(dtype) for x in (query * scaling, key, value))
         length = q.shape[1]
         output, weights = torch.empty_like(v), []
         ahead = torch.full((BLOCK, BLOCK), float("-inf"), dtype=dtype).triu(1)
-        for start in range(0, length, BLOCK):
-            end = min(start + BLOCK, length)
-            scores = torch.bmm(q[:, start:end], k[:, :end].transpose(1, 2))
-            scores[:, :, start:] += ahead[: end - start, : end - start]
-            weights.append(scores.softmax(dim=-1))
-            output[:, start:end] = torch.bmm(weights[-1], v[:, :end])
+        with torch.autocast("cpu", enabled=False):
+            for start in range(0, length, BLOCK):
+                end = min(start + BLOCK, length)
+                scores = torch.bmm(q[:, start:end], k[:, :end].transpose(1, 2))
+                scores[:, :, start:] += ahead[: end - start, : end - start]
+                weights.append(scores.softmax(dim=-1))
+                output[:, start:end] = torch.bmm(weights[-1], v[:, :end])
         ctx.save_for_backward(query, key, value, *weights)
         ctx.scaling = scaling
         return output.to(query.dtype)

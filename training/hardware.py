@@ -1,7 +1,6 @@
 """What the machine does fast: precision, attention and the dtype of the orthogonalisation, chosen by rule.
 
-The rules come from tests/benchmarks/attention.py and are the same for every run of a grid on one kind of machine; the
-choices stand in the run record.
+The rules are the same for every run of a grid on one kind of machine; the choices stand in the run record.
 """
 
 import os
@@ -29,11 +28,8 @@ def choose_precision(config: TrainingConfig) -> str:
 
 
 def choose_attention(config: TrainingConfig) -> str:
-    """Return SDPA, but plain products for bf16 on CPUs up to 512 tokens, where the fused kernel is slow."""
-    if config.attention != "auto":
-        return config.attention
-    short_bf16 = choose_precision(config) == "bf16" and config.data.sequence_length <= 512
-    return "eager" if short_bf16 and not torch.cuda.is_available() else "sdpa"
+    """Return SDPA; on CPUs the model itself takes plain products where they are faster (hf_looped.cpu_ops)."""
+    return "sdpa" if config.attention == "auto" else config.attention
 
 
 def choose_orthogonalise_dtype(config: TrainingConfig) -> torch.dtype:

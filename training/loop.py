@@ -230,7 +230,11 @@ class _Run:
         device = self.accelerator.device.type
         with torch.autocast(device, dtype=torch.bfloat16, enabled=self.bf16):
             return model(
-                input_ids=inputs, shift_labels=targets, position_ids=positions, use_cache=False
+                input_ids=inputs,
+                shift_labels=targets,
+                position_ids=positions,
+                use_cache=False,
+                skip_logits=True,
             ).loss
 
     def _log_entry(self, step: int, loss: float, tokens_per_s: float) -> dict[str, Any]:

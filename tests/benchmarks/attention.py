@@ -1,57 +1,57 @@
-"""Plain products against SDPA in a training step on CPU, by dtype and row length: ratios measured in one run.
+"""Causal attention on CPU, forward and backward: SDPA's kernel against `hf_looped.cpu_ops.causal_attention`.
 
-python tests/benchmarks/attention.py [--width 64] [--rounds 5]
+python tests/benchmarks/attention.py [--heads 4] [--head-size 64] [--rounds 5]
 
-`training.hardware.choose_attention` follows this table. Rounds of both are interleaved, each on one thread; the
-ratio is between the fastest rounds in CPU seconds.
+`hf_looped.cpu_ops.prefers_blocks` follows this table. Rounds of both are interleaved, each on one thread; the ratio is
+between the fastest rounds in CPU seconds.
 """
 
 import argparse
 import platform
+import sys
 import time
+from pathlib import Path
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from hf_looped import LoopedConfig, LoopedForCausalLM
-from training.hardware import multiplies_bf16
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the checkout, installed or not
+
+from hf_looped import cpu_ops
 
 
-def step_seconds(model: LoopedForCausalLM, tokens: torch.Tensor, bf16: bool) -> float:
-    """CPU seconds of one forward and backward pass."""
-    start = time.process_time()
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-    loss.backward()
-    return time.process_time() - start
+def kernel(query, key, value, scaling):
+    """SDPA, [B, H, T, C] → [B, T, H, C]."""
+    output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    return output.transpose(1, 2)
 
 
 def main() -> None:
     """Print one row a dtype and row length."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--head-size", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    config = LoopedConfig.iso_depth(options.width, 4, 6, 4, head_dim=16, vocab_size=512)
-    models = {}
-    for name in ("eager", "sdpa"):
-        torch.manual_seed(0)
-        models[name] = LoopedForCausalLM(config).train()
-        models[name].set_attn_implementation(name)
-    print(
-        f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, bf16 products: {multiplies_bf16()}"
-    )
-    print("dtype  T     eager ms  sdpa ms  sdpa / eager")
-    for bf16 in (False, True) if multiplies_bf16() else (False,):
-        for length in (128, 256, 512, 1024):
-            tokens = torch.randint(512, (2048 // length, length))
-            best = dict.fromkeys(models, float("inf"))
+    capability = torch.backends.cpu.get_cpu_capability()
+    products = "yes" if cpu_ops.MULTIPLIES_BF16 else "no"
+    print(f"{platform.machine()}, {capability}, bfloat16 products: {products}")
+    print("dtype  T     blocks ms  SDPA ms  SDPA / blocks")
+    for dtype in (torch.float32, torch.bfloat16):
+        for length in (64, 128, 256, 512, 1024, 2048):
+            shape = (max(1, 512 // length), length, options.heads, options.head_size)
+            leaves = [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3)]
+            best = {cpu_ops.causal_attention: float("inf"), kernel: float("inf")}
             for _ in range(options.rounds + 1):
-                for name, model in models.items():
-                    best[name] = min(best[name], step_seconds(model, tokens, bf16))
-            eager, sdpa = 1e3 * best["eager"], 1e3 * best["sdpa"]
-            dtype = "bf16" if bf16 else "fp32"
-            print(f"{dtype}   {length:<5} {eager:8.1f} {sdpa:8.1f}  {sdpa / eager:.2f}")
+                for attend in best:
+                    heads = (leaf.transpose(1, 2) for leaf in leaves)
+                    start = time.process_time()
+                    attend(*heads, options.head_size**-0.5).sum().backward()
+                    best[attend] = min(best[attend], time.process_time() - start)
+            blocks, sdpa = (1e3 * seconds for seconds in best.values())
+            name = "fp32" if dtype is torch.float32 else "bf16"
+            print(f"{name}   {length:<5} {blocks:9.2f} {sdpa:8.2f}  {sdpa / blocks:.2f}")
 
 
 if __name__ == "__main__":

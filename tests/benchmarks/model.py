@@ -154,7 +154,9 @@ def peak_of_step(name: str, width: int, dtype: str) -> float:
 
 def memory(width: int, dtype: str) -> None:
     """Peak memory, each model in a process of its own."""
-    table = Table(title=f"peak memory of a training step, width {width}, {dtype}, V = 32,000, 1×1,024")
+    table = Table(
+        title=f"peak memory of a training step, width {width}, {dtype}, V = 32,000, 1×1,024"
+    )
     for heading in ("model", "MB", "of nanochat"):
         table.add_column(heading, justify="left" if heading == "model" else "right")
     peaks = {}
