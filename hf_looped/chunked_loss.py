@@ -9,7 +9,6 @@ device).
 """
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 IGNORED = -100
@@ -93,8 +92,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, factor):
+        if torch.is_grad_enabled():  # create_graph=True
+            raise RuntimeError(
+                "The chunked loss can't be differentiated twice; use skip_logits=False."
+            )
         hidden_gradient, weight_gradient = ctx.saved_tensors
         if hidden_gradient is not None:
             hidden_gradient = hidden_gradient * factor.to(hidden_gradient.dtype)

@@ -12,7 +12,6 @@ Shapes: B rows, T tokens, H heads, C head size, D hidden size, F fan-out.
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 _CAPABILITIES = torch.cpu.get_capabilities()
 MULTIPLIES_BF16 = _CAPABILITIES.get("architecture") != "x86_64" or bool(
@@ -216,8 +215,11 @@ class _CausalAttention(torch.autograd.Function):
         return output.to(query.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient):
+        if torch.is_grad_enabled():  # create_graph=True
+            raise RuntimeError(
+                "This attention can't be differentiated twice; use attn_implementation='eager'."
+            )
         query, key, value, *weights = ctx.saved_tensors
         dtype = weights[0].dtype
         q, k, v, g = (x.to(dtype) for x in (query * ctx.scaling, key, value, gradient))

@@ -34,6 +34,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import (
     TransformersKwargs,
     can_return_tuple,
+    maybe_autocast,
     merge_with_config_defaults,
 )
 from transformers.utils.output_capturing import capture_outputs
@@ -109,12 +110,21 @@ class LoopedRotaryEmbedding(nn.Module):
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
         return config.rope_parameters["rope_theta"] ** -exponents, 1.0
 
+    def _apply(self, fn, recurse=True):
+        """Move the buffers, but don't round them: `model.bfloat16()` would turn far positions by radians."""
+        kept = {name: getattr(self, name) for name in ("inv_freq", "original_inv_freq")}
+        super()._apply(fn, recurse)
+        for name, buffer in kept.items():
+            if getattr(self, name).dtype != buffer.dtype:
+                setattr(self, name, buffer.to(getattr(self, name).device))
+        return self
+
     @dynamic_rope_update
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos, sin [B, T, C] in the dtype of x for positions [B, T]."""
-        with torch.autocast(device_type=x.device.type, enabled=False):
+        with maybe_autocast(device_type=x.device.type, enabled=False):
             angles = position_ids[..., None].float() * self.inv_freq.float().to(
                 x.device
             )  # [B, T, C/2]
@@ -452,14 +462,22 @@ class LoopedPreTrainedModel(PreTrainedModel):
         ------
         ValueError
             If weights are missing, or are there that the model doesn't have (an LM head besides: LoopedModel loads
-            checkpoints of LoopedForCausalLM). `output_loading_info=True` loads it anyway and returns what was wrong.
+            checkpoints of LoopedForCausalLM), or their sizes are others. `output_loading_info=True` loads the former
+            and returns what was wrong, `ignore_mismatched_sizes=True` the latter.
         """
         asked = kwargs.pop("output_loading_info", False)
+        mismatched = kwargs.pop("ignore_mismatched_sizes", False)
         model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+            pretrained_model_name_or_path,
+            *args,
+            output_loading_info=True,
+            ignore_mismatched_sizes=mismatched or not asked,
+            **kwargs,
         )
         if asked:
             return model, info
+        if not mismatched:
+            _check_sizes(pretrained_model_name_or_path, info)
         if pretrained_model_name_or_path is not None:
             _check_keys(pretrained_model_name_or_path, info)
         return model
@@ -498,6 +516,20 @@ def _check_keys(name: str, info: dict) -> None:
         raise ValueError(
             f"{name} does not hold this model's weights ({found}). Check that the config belongs to the checkpoint, or "
             "load it with output_loading_info=True, which initialises missing weights anew."
+        )
+
+
+def _check_sizes(name: str | None, info: dict) -> None:
+    """Refuse a checkpoint with weights of other sizes, given the loading info of Transformers."""
+    found = "; ".join(
+        f"{key} is {list(there)}, here {list(here)}"
+        for key, there, here in sorted(info["mismatched_keys"])
+    )
+    if found:
+        raise ValueError(
+            f"{name} has weights of other sizes than its config asks for ({found}). Check that the config belongs to "
+            "the checkpoint and which of its fields were replaced, or initialise them anew: "
+            "ignore_mismatched_sizes=True."
         )
 
 
@@ -570,6 +602,7 @@ class LoopedModel(LoopedPreTrainedModel):
         ):  # the paged cache of generate_batch comes with masks and positions
             seen = cache.get_seq_length()
             self._check_cache(cache, r, inputs_embeds.shape[1])
+        given = position_ids
         if position_ids is None:
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen
             position_ids = position_ids.unsqueeze(0)
@@ -579,7 +612,7 @@ class LoopedModel(LoopedPreTrainedModel):
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             cache=cache,
-            position_ids=position_ids,
+            position_ids=given,  # looked through for documents, of which positions made here have one
         )
         kwargs |= {
             "attention_mask": mask,

@@ -108,6 +108,13 @@ def test_rotary_buffers_are_right_after_loading(tiny_model, tmp_path, dtype):
         torch.testing.assert_close(buffer, expected, rtol=1e-6, atol=0)
 
 
+def test_casting_the_model_does_not_round_its_frequencies(tiny_model):
+    rotary = tiny_model().bfloat16().model.rotary_emb
+    expected = torch.tensor([10000.0 ** (-2 * i / 16) for i in range(8)])
+    for buffer in (rotary.inv_freq, rotary.original_inv_freq):
+        torch.testing.assert_close(buffer, expected, rtol=1e-6, atol=0)  # float32's rounding
+
+
 # Decoding
 
 
