@@ -11,6 +11,8 @@ device).
 import torch
 from torch.nn.functional import linear
 
+from .cpu_ops import slow_in_bfloat16
+
 IGNORED = -100
 CHUNK_BYTES = (
     2**25
@@ -71,10 +73,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden_states) if needs_hidden else None
         # In float32: bfloat16 would round the sum over chunks.
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        ctx.weight_dtype = weight.dtype
+        if slow_in_bfloat16(weight):
+            weight = weight.float()
         with torch.autocast(hidden_states.device.type, enabled=False):
             for start in range(0, hidden_states.shape[0], chunk_tokens):
                 part = slice(start, start + chunk_tokens)
-                logits = linear(hidden_states[part], weight).float()
+                chunk = hidden_states[part].to(weight.dtype)
+                logits = linear(chunk, weight).float()
                 slope = _cap_(logits, softcap)
                 scored, index, log_normaliser = _normalise(logits, targets[part])
                 losses = log_normaliser - logits.gather(1, index).squeeze(1)
@@ -86,9 +92,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if needs_hidden:
                     hidden_gradient[part] = gradient @ weight
                 if needs_weight:
-                    weight_gradient += gradient.t() @ hidden_states[part]
+                    weight_gradient += gradient.t() @ chunk
         ctx.save_for_backward(hidden_gradient, weight_gradient)
-        ctx.weight_dtype = weight.dtype
         return loss
 
     @staticmethod

@@ -21,6 +21,8 @@ FEWEST_ROWS = 4  # of a product for which casting the weight pays
 LONGEST = 1024  # tokens of a row up to which the attention below keeps its weights
 BLOCK = 128  # queries of one block
 
+exact = torch.autocast("cpu", enabled=False)  # backward may run inside a user's autocast as well
+
 
 def differentiates_on_cpu(x: torch.Tensor) -> bool:
     """Whether x is differentiated on a CPU, by no compiler."""
@@ -37,13 +39,16 @@ class Linear(nn.Linear):
         return linear(x, self.weight)
 
 
+def slow_in_bfloat16(x: torch.Tensor) -> bool:
+    """Whether x is bfloat16 on a CPU that has no products of it."""
+    return not MULTIPLIES_BF16 and x.dtype is torch.bfloat16 and x.device.type == "cpu"
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x·Wᵀ, [..., D], [F, D] → [..., F]."""
     in_float32 = (
-        not MULTIPLIES_BF16
+        slow_in_bfloat16(weight)
         and x.dtype is torch.bfloat16
-        and weight.dtype is torch.bfloat16
-        and x.device.type == "cpu"
         and type(weight) in (torch.Tensor, nn.Parameter)  # quantised weights multiply by themselves
         and x.numel() >= FEWEST_ROWS * x.shape[-1]
     )
@@ -60,15 +65,16 @@ class _LinearInFloat32(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
+    @exact
     def forward(x, weight):
-        with torch.autocast("cpu", enabled=False):
-            return nn.functional.linear(x.float(), weight.float()).to(x.dtype)
+        return nn.functional.linear(x.float(), weight.float()).to(x.dtype)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
+    @exact
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
         gradient = gradient.float()
@@ -96,6 +102,7 @@ class RMSNorm(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
+    @exact
     def forward(x, weight, eps):
         return nn.functional.rms_norm(x, weight.shape, weight, eps)
 
@@ -105,6 +112,7 @@ class RMSNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
 
     @staticmethod
+    @exact
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
         inverse = _inverse_rms(x, ctx.eps)
@@ -124,6 +132,7 @@ class RotaryNorm(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
+    @exact
     def forward(x, cos, sin, eps):
         return _rotate(x, cos, sin).mul_(_inverse_rms(x, eps)).transpose(1, 2)
 
@@ -133,6 +142,7 @@ class RotaryNorm(torch.autograd.Function):
         ctx.save_for_backward(x, cos, sin)
 
     @staticmethod
+    @exact
     def backward(ctx, gradient):
         x, cos, sin = ctx.saved_tensors
         inverse = _inverse_rms(x, ctx.eps)
@@ -155,6 +165,7 @@ class ReluSquared(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
+    @exact
     def forward(x):
         return x.relu().square_()
 
@@ -163,6 +174,7 @@ class ReluSquared(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
+    @exact
     def backward(ctx, gradient):
         (x,) = ctx.saved_tensors
         return (x.relu() * gradient).mul_(2)
@@ -197,24 +209,25 @@ class _CausalAttention(torch.autograd.Function):
     """
 
     @staticmethod
+    @exact
     def forward(ctx, query, key, value, scaling):
         dtype = query.dtype if MULTIPLIES_BF16 else torch.float32
         q, k, v = (x.to(dtype) for x in (query * scaling, key, value))
         length = q.shape[1]
         output, weights = torch.empty_like(v), []
         ahead = torch.full((BLOCK, BLOCK), float("-inf"), dtype=dtype).triu(1)
-        with torch.autocast("cpu", enabled=False):
-            for start in range(0, length, BLOCK):
-                end = min(start + BLOCK, length)
-                scores = torch.bmm(q[:, start:end], k[:, :end].transpose(1, 2))
-                scores[:, :, start:] += ahead[: end - start, : end - start]
-                weights.append(scores.softmax(dim=-1))
-                output[:, start:end] = torch.bmm(weights[-1], v[:, :end])
+        for start in range(0, length, BLOCK):
+            end = min(start + BLOCK, length)
+            scores = torch.bmm(q[:, start:end], k[:, :end].transpose(1, 2))
+            scores[:, :, start:] += ahead[: end - start, : end - start]
+            weights.append(scores.softmax(dim=-1))
+            output[:, start:end] = torch.bmm(weights[-1], v[:, :end])
         ctx.save_for_backward(query, key, value, *weights)
         ctx.scaling = scaling
         return output.to(query.dtype)
 
     @staticmethod
+    @exact
     def backward(ctx, gradient):
         if torch.is_grad_enabled():  # create_graph=True
             raise RuntimeError(
