@@ -65,7 +65,10 @@ def test_the_commands_on_the_papers_runs_work(command, tmp_path):
         assert "φ = 0.4586" in done.stdout  # as the README says
 
 
-def test_the_python_example_loads_a_checkpoint_and_writes_text(tmp_path, capsys):
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tiny model and tokenizer, as a run leaves them."""
+    folder = tmp_path_factory.mktemp("checkpoint")
     tokenizer = train_tokenizer(["Return the sum of two numbers."] * 50, vocab_size=300)
     set_seed(0)
     config = LoopedConfig.iso_depth(
@@ -79,13 +82,31 @@ def test_the_python_example_loads_a_checkpoint_and_writes_text(tmp_path, capsys)
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    LoopedForCausalLM(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    (example,) = blocks("python")
-    example = re.sub(r'folder = ".*"', f"folder = {str(tmp_path)!r}", example)
+    LoopedForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run_example(number: int, checkpoint: Path) -> dict[str, object]:
+    """Run the README's Python example of that number on a checkpoint; return its names."""
+    example = blocks("python")[number]
+    example = re.sub(r'folder = ".*"', f"folder = {str(checkpoint)!r}", example)
     names: dict[str, object] = {}
     exec(compile(example, "README.md", "exec"), names)  # the example is our own text
-    logits = names["logits"]
-    assert isinstance(logits, torch.Tensor)
+    return names
+
+
+def test_the_example_of_loading_writes_text_and_returns_logits_and_states(checkpoint, capsys):
+    names = run_example(0, checkpoint)
+    logits, states = names["logits"], names["states"]
+    assert isinstance(logits, torch.Tensor) and isinstance(states, tuple)
     assert logits.shape[-1] == 320
+    assert len(states) == 4 and states[0].shape[-1] == 32
     assert "Return the sum of" in capsys.readouterr().out
+
+
+def test_the_example_of_sharing_writes_a_folder_with_its_code(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_example(1, checkpoint)
+    assert (tmp_path / "shared_model" / "modeling_looped.py").exists()
+    assert len(blocks("python")) == 2
