@@ -2,7 +2,8 @@
 """What CPUs do slowly when composed of general operations, with gradients by hand that pass over memory less often.
 
 Each function equals the plain expression in its docstring. Training on a CPU uses them; accelerators have fused kernels
-of their own, a compiler fuses the plain expressions itself (`differentiates_on_cpu`).
+of their own, a compiler fuses the plain expressions itself (`differentiates_on_cpu`). They have no forward-mode
+derivative: take torch.func.jvp under torch.no_grad().
 
 CPUs without bfloat16 products multiply it some eight times slower than float32 (tests/benchmarks/model.py), so bfloat16
 products are taken in float32 there and rounded to bfloat16, as hardware with bfloat16 products does.

@@ -1,13 +1,16 @@
 """Grids: the paper's 116 runs to the token, the case studies, and what is refused."""
 
+import json
 from collections import Counter, defaultdict
 from functools import lru_cache
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from transformers import AutoConfig
 
 import training
+from hf_looped import LoopedConfig
 from training.config import load_config
 from training.grid import expand, load_grid, measured_rate, plan
 from training.record import architecture_of, describe
@@ -243,3 +246,17 @@ def test_measuring_the_rate_leaves_the_random_state_alone(tmp_path):
     before = torch.get_rng_state()
     assert measured_rate(16, config) > 0
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("grid", [path.stem for path in GRIDS])
+def test_every_architecture_of_a_shipped_grid_is_read_back_as_it_was_saved(grid, tmp_path):
+    """Strict configs are validated when saved and when read; a derived or stale field would be refused or differ."""
+    architectures = {
+        json.dumps(architecture_of(config).to_dict(), sort_keys=True) for config in expanded(grid)
+    }
+    for number, saved in enumerate(sorted(architectures)):
+        config = LoopedConfig.from_dict(json.loads(saved))
+        config.save_pretrained(tmp_path / str(number))
+        loaded = AutoConfig.from_pretrained(tmp_path / str(number))
+        loaded.name_or_path = config.name_or_path  # where it was loaded from
+        assert json.dumps(loaded.to_dict(), sort_keys=True) == saved
