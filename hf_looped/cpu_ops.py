@@ -91,7 +91,12 @@ class _LinearInFloat32(torch.autograd.Function):
 def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     """1 / √(mean(x²) + ε) over the last axis, [..., D] → [..., 1]."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return norm.square().div(x.shape[-1]).add(eps).rsqrt()
+    return norm.square().mul(1.0 / x.shape[-1]).add(eps).rsqrt()
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / √(mean(x²) + ε) · w over the last axis, [..., D], [D] → [..., D], with two passes that write."""
+    return (x * _inverse_rms(x, eps)).mul_(weight)
 
 
 class RMSNorm(torch.autograd.Function):
@@ -105,7 +110,7 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     @exact
     def forward(x, weight, eps):
-        return nn.functional.rms_norm(x, weight.shape, weight, eps)
+        return rms_norm(x, weight, eps)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
