@@ -77,17 +77,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if slow_in_bfloat16(weight):
             weight = weight.float()
         with torch.autocast(hidden_states.device.type, enabled=False):
-            for start in range(0, hidden_states.shape[0], chunk_tokens):
-                part = slice(start, start + chunk_tokens)
+            for index in range(-(-hidden_states.shape[0] // chunk_tokens)):  # one graph for a count
+                part = slice(index * chunk_tokens, (index + 1) * chunk_tokens)
                 chunk = hidden_states[part].to(weight.dtype)
                 logits = linear(chunk, weight).float()
                 slope = _cap_(logits, softcap)
-                scored, index, log_normaliser = _normalise(logits, targets[part])
-                losses = log_normaliser - logits.gather(1, index).squeeze(1)
+                scored, target, log_normaliser = _normalise(logits, targets[part])
+                losses = log_normaliser - logits.gather(1, target).squeeze(1)
                 loss += torch.where(scored, losses, 0.0).sum()
                 if not (needs_hidden or needs_weight):
                     continue
-                gradient = _gradient_(logits, scored, index, log_normaliser, slope)
+                gradient = _gradient_(logits, scored, target, log_normaliser, slope)
                 gradient = gradient.to(weight.dtype)
                 if needs_hidden:
                     hidden_gradient[part] = gradient @ weight
