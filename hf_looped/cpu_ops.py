@@ -95,7 +95,7 @@ def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / √(mean(x²) + ε) · w over the last axis, [..., D], [D] → [..., D], with two passes that write."""
+    """RMSNorm with gain, [..., D], [D] → [..., D], in two passes that write."""
     return (x * _inverse_rms(x, eps)).mul_(weight)
 
 
