@@ -125,9 +125,8 @@ class LoopedRotaryEmbedding(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos, sin [B, T, C] in the dtype of x for positions [B, T]."""
         with maybe_autocast(device_type=x.device.type, enabled=False):
-            angles = position_ids[..., None].float() * self.inv_freq.float().to(
-                x.device
-            )  # [B, T, C/2]
+            inv_freq = self.inv_freq.float().to(x.device)
+            angles = position_ids[..., None].float() * inv_freq  # [B, T, C/2]
             angles = torch.cat((angles, angles), dim=-1)
             cos = angles.cos() * self.attention_scaling
             sin = angles.sin() * self.attention_scaling
@@ -168,8 +167,7 @@ def eager_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by plain batched products: softmax(q·kᵀ·scaling + mask)·v, [B, H, T, C] → [B, T, H, C].
 
-    The softmax sums in float32 whatever the dtype of its input. On CPUs this beats the fused kernel in bfloat16
-    for short sequences (tests/benchmarks/attention.py).
+    The softmax sums in float32 whatever the dtype of its input.
     """
     key = repeat_kv(key, module.num_key_value_groups)
     value = repeat_kv(value, module.num_key_value_groups)
@@ -262,9 +260,7 @@ class LoopedAttention(nn.Module):
         groups = key.shape[-1] // self.head_dim  # G, or the share of it on this device
         both = torch.cat((query, key), dim=-1).view(heads)  # [B, T, H + G, C]
         both = rotate_and_normalise(both, *position_embeddings, self.eps)
-        query, key = both.split(
-            (both.shape[1] - groups, groups), dim=1
-        )  # [B, H, T, C], [B, G, T, C]
+        query, key = both.split((both.shape[1] - groups, groups), dim=1)  # [B, H or G, T, C]
         value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
         if cache is not None:
             slot = self.layer_idx + slot_offset
