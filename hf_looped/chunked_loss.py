@@ -14,9 +14,7 @@ from torch.nn.functional import linear
 from .cpu_ops import slow_in_bfloat16
 
 IGNORED = -100
-CHUNK_BYTES = (
-    2**25
-)  # of one chunk's logits in float32; smaller ones make slow products, larger ones leave the cache
+CHUNK_BYTES = 2**23  # of one chunk's logits in float32: they stay in the cache
 
 
 def chunked_cross_entropy(
@@ -39,7 +37,7 @@ def chunked_cross_entropy(
     softcap
         c, or None for no cap.
     chunk_tokens
-        Tokens whose logits are held at once; None: what fits into 32 MiB of float32, at least 64.
+        Tokens whose logits are held at once; None: what fits into 8 MiB of float32, at least 64.
 
     Raises
     ------

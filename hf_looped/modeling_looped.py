@@ -573,8 +573,9 @@ class LoopedModel(LoopedPreTrainedModel):
             Tokens [B, T] or embeddings [B, T, D], exactly one of them.
         attention_mask, position_ids, cache
             As in every Transformers decoder; rows with several documents are separated by `position_ids` that start
-            again at 0, if neither mask nor cache is given. Every call on one cache must run enough recurrences to fill
-            the slots that later calls read.
+            again at 0, if neither mask nor cache is given. With left padding, a `state_init` of "normal" needs the
+            positions of each row (`generate` gives them). Every call on one cache must run enough recurrences to fill
+            the slots that later calls read; keys that a call with fewer recurrences finds stay those of more.
         use_cache
             Make and return a cache (None: the config's). While gradients are recorded in training none is made.
         num_recurrences
@@ -590,15 +591,12 @@ class LoopedModel(LoopedPreTrainedModel):
         """
         r = self.recurrences(num_recurrences)
         inputs_embeds = self._embed(input_ids, inputs_embeds)
-        if use_cache and cache is None and not (self.training and torch.is_grad_enabled()):
-            cache = DynamicCache()  # grows by a slot at each layer's first call, whatever r
-        seen = 0
-        if isinstance(
-            cache, Cache
-        ):  # the paged cache of generate_batch comes with masks and positions
+        given_cache, given_positions, seen = cache, position_ids, 0
+        if isinstance(cache, Cache):  # unlike generate_batch's, which comes with mask and positions
             seen = cache.get_seq_length()
             self._check_cache(cache, r, inputs_embeds.shape[1])
-        given = position_ids
+        elif use_cache and cache is None and not (self.training and torch.is_grad_enabled()):
+            cache = DynamicCache()  # grows by a slot at each layer's first call, whatever r
         if position_ids is None:
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen
             position_ids = position_ids.unsqueeze(0)
@@ -607,8 +605,9 @@ class LoopedModel(LoopedPreTrainedModel):
             config=self.config,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
-            cache=cache,
-            position_ids=given,  # looked through for documents, of which positions made here have one
+            # Documents are looked for in given positions, and only where there is no cache: one made here is empty.
+            cache=given_cache,
+            position_ids=given_positions,
         )
         kwargs |= {
             "attention_mask": mask,
@@ -696,6 +695,8 @@ class LoopedModel(LoopedPreTrainedModel):
     def recurrences(self, asked: int | None) -> int:
         """Validate r of a call, None meaning the config's."""
         r = self.config.num_recurrences if asked is None else asked
+        if isinstance(r, bool) or not isinstance(r, int):
+            raise ValueError(f"num_recurrences is {r!r}: a whole number is needed.")
         if r < 1:
             raise ValueError(f"num_recurrences is {r}: at least one recurrence is needed.")
         if self.config.injection == "hyperconnections" and r > self.config.num_trained_recurrences:
@@ -719,6 +720,11 @@ class LoopedModel(LoopedPreTrainedModel):
                 f"The cache has {len(cache.layers)} slots, but num_recurrences = {r} uses {slots}. Pass "
                 "cache=DynamicCache(), which grows, let generate make the cache, or set "
                 f"model.config.num_recurrences = {r} before making it."
+            )
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            raise ValueError(
+                "A cache can't be used while gradient checkpointing runs layers twice. Leave cache out, switch "
+                "checkpointing off, or call under torch.no_grad()."
             )
         if torch.compiler.is_compiling():
             return  # the lengths of static caches are tensors, and reading them would break the graph
@@ -826,7 +832,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             Tokens [B, T], shifted inside; −100 is not scored. The loss is the mean cross entropy in nats per token.
             `shift_labels` takes targets that are shifted already.
         logits_to_keep
-            Score only the last n positions (0: all), or the given ones.
+            Score only the last n positions (0: all), or the given ones. Labels are then those of the scored positions.
         skip_logits
             With labels, return the loss alone, computed without holding the logits (`chunked_loss.py`). None: in
             training what the config says, else False.

@@ -202,6 +202,32 @@ def test_no_recurrence_is_refused(tiny_model, tokens, tmp_path):
         LoopedForCausalLM.from_pretrained(tmp_path, num_recurrences=0)
 
 
+@pytest.mark.parametrize("r", [2.0, "2", True])
+def test_recurrences_that_are_no_whole_number_are_refused(tiny_model, tokens, r):
+    with pytest.raises(ValueError, match="num_recurrences is .*whole number"):
+        tiny_model()(tokens(), num_recurrences=r)
+
+
+def test_a_cache_is_refused_where_gradient_checkpointing_would_write_it_twice(tiny_model, tokens):
+    model = tiny_model().train()
+    model.activation_checkpointing_enable()
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(tokens(), cache=cache)
+    with pytest.raises(ValueError, match="gradient checkpointing"):
+        model(tokens(), cache=cache)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_positions_keep_documents_apart_also_where_a_cache_is_made(tiny_model, tokens, training):
+    """Rows of two documents, with the config's use_cache: 1e-5 leaves room for products of other shapes."""
+    model = tiny_model().train(training)
+    positions = torch.cat((torch.arange(5), torch.arange(7)))[None].expand(2, -1)
+    packed = model(tokens(), position_ids=positions).logits
+    parts = [model(tokens()[:, part]).logits for part in (slice(0, 5), slice(5, 12))]
+    assert (packed - torch.cat(parts, dim=1)).abs().max() < 1e-5
+
+
 def test_a_cache_of_fixed_length_that_is_too_short_is_refused_with_the_remedy(tiny_model, tokens):
     model = tiny_model()
     remedy = r"8 slots, but num_recurrences = 5 uses 12.*DynamicCache\(\)"
