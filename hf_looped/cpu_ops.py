@@ -140,7 +140,8 @@ class RotaryNorm(torch.autograd.Function):
     @staticmethod
     @exact
     def forward(x, cos, sin, eps):
-        return _rotate(x, cos, sin).mul_(_inverse_rms(x, eps)).transpose(1, 2)
+        heads, cos, sin = (part.transpose(1, 2) for part in (x, cos, sin))
+        return _rotate(heads, cos, sin).mul_(_inverse_rms(heads, eps))  # contiguous, as SDPA likes
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -159,7 +160,7 @@ class RotaryNorm(torch.autograd.Function):
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs (i, i + C/2) in Llama's direction, [B, T, H, C]; cos, sin [B, T, 1, C/2]."""
+    """Rotate pairs (i, i + C/2) in Llama's direction, [..., C], into new memory; cos, sin [..., C/2]."""
     first, second = x.chunk(2, dim=-1)
     turned = (first * cos).addcmul_(second, -sin), (second * cos).addcmul_(first, sin)
     return torch.cat(turned, dim=-1)
