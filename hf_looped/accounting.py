@@ -98,8 +98,7 @@ def kv_bytes_per_token(config: LoopedConfig, bytes_per_value: int = 2) -> int:
 
     One slot for each layer outside the loop, and for each recurrent layer one for every cached recurrence.
     """
-    cached = config.cached_recurrences(config.num_recurrences) * config.num_recurrent_layers
-    slots = config.num_prelude_layers + config.num_coda_layers + cached
+    slots = config.cache_slots(config.num_recurrences)
     return slots * 2 * config.num_key_value_heads * config.head_dim * bytes_per_value
 
 

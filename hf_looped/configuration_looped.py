@@ -176,14 +176,13 @@ class LoopedConfig(PreTrainedConfig):
         """
         replaced = {name: kwargs.pop(name) for name in list(kwargs) if name in cls.__annotations__}
         fields = {**config_dict, **replaced}
-        if (
-            cls._auto_class is None
-        ):  # not an export's own class: what is saved next has no code beside it to name
+        if cls._auto_class is None:
+            # Not an export's own class: what is saved next has no code beside it to name.
             fields.pop("auto_map", None)
         k = fields.get("num_backprop_recurrences")
-        if "num_backprop_recurrences" not in replaced and k is not None:
-            if k > fields.get("num_recurrences", k):
-                fields["num_backprop_recurrences"] = None
+        given = "num_backprop_recurrences" in replaced
+        if not given and k is not None and k > fields.get("num_recurrences", k):
+            fields["num_backprop_recurrences"] = None
         return super().from_dict(fields, **kwargs)
 
     @property
@@ -221,6 +220,12 @@ class LoopedConfig(PreTrainedConfig):
         if self.num_cached_recurrences is None:
             return num_recurrences
         return min(self.num_cached_recurrences, num_recurrences)
+
+    def cache_slots(self, num_recurrences: int) -> int:
+        """Cache slots that a call with r = `num_recurrences` uses: one for each layer call whose keys are kept."""
+        cached = self.cached_recurrences(num_recurrences)
+        outer = self.num_prelude_layers + self.num_coda_layers
+        return outer + cached * self.num_recurrent_layers
 
     @property
     def truncated(self) -> bool:

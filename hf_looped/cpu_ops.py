@@ -94,11 +94,6 @@ def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     return norm.square().mul(1.0 / x.shape[-1]).add(eps).rsqrt()
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm with gain, [..., D], [D] → [..., D], in two passes that write."""
-    return (x * _inverse_rms(x, eps)).mul_(weight)
-
-
 class RMSNorm(torch.autograd.Function):
     """x / √(mean(x²) + ε) · w over the last axis, [..., D], [D] → [..., D], in float32.
 
@@ -110,7 +105,7 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     @exact
     def forward(x, weight, eps):
-        return rms_norm(x, weight, eps)
+        return (x * _inverse_rms(x, eps)).mul_(weight)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -594,13 +594,14 @@ class LoopedModel(LoopedPreTrainedModel):
         given_cache, given_positions, seen = cache, position_ids, 0
         if isinstance(cache, Cache):  # unlike generate_batch's, which comes with mask and positions
             seen = cache.get_seq_length()
-            self._check_cache(cache, r, inputs_embeds.shape[1])
+            self._check_cache(cache, r, seen, inputs_embeds.shape[1])
         elif use_cache and cache is None and not (self.training and torch.is_grad_enabled()):
             cache = DynamicCache()  # grows by a slot at each layer's first call, whatever r
         if position_ids is None:
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen
             position_ids = position_ids.unsqueeze(0)
-        _check_shapes(inputs_embeds, attention_mask, position_ids, cache)
+        growing = cache is None or isinstance(cache, DynamicCache)
+        _check_shapes(inputs_embeds, attention_mask, position_ids, seen if growing else None)
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=inputs_embeds,
@@ -617,7 +618,7 @@ class LoopedModel(LoopedPreTrainedModel):
         hidden_states = self.embed_norm(inputs_embeds)
         for layer in self.prelude:
             hidden_states = layer(hidden_states, cache=cache, **kwargs)
-        states = self._recur(hidden_states, r, cache, **kwargs)
+        states = self._recur(hidden_states, r, cache, output_recurrent_states, **kwargs)
         hidden_states = states[-1]
         for layer in self.coda:
             hidden_states = layer(hidden_states, cache=cache, **kwargs)
@@ -654,9 +655,9 @@ class LoopedModel(LoopedPreTrainedModel):
             ) from error
 
     def _recur(
-        self, e: torch.Tensor, r: int, cache: Cache | None, **kwargs
+        self, e: torch.Tensor, r: int, cache: Cache | None, every_state: bool, **kwargs
     ) -> tuple[torch.Tensor, ...]:
-        """Run the shared block r times from the prelude's output e; return the r states [B, T, D] for the coda.
+        """Run the shared block r times from the prelude's output e; return the last state or every one, [B, T, D] each.
 
         Recurrences before the last `backprop_recurrences` are not recorded for differentiation (truncated BPTT), those
         before the last `cached_recurrences` not kept in the cache.
@@ -674,7 +675,8 @@ class LoopedModel(LoopedPreTrainedModel):
                 for layer in self.recurrent:
                     hidden_states = layer(hidden_states, cache=cache, **slots, **kwargs)
                 carried = self.injection.write(carried, self.recurrent_norm(hidden_states), t)
-            states.append(self.injection.finish(carried))
+            if every_state or t == r - 1:
+                states.append(self.injection.finish(carried))
         return tuple(states)
 
     def _initial_state(self, e: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
@@ -707,14 +709,9 @@ class LoopedModel(LoopedPreTrainedModel):
             )
         return r
 
-    def slots(self, r: int) -> int:
-        """Cache slots that a call with r recurrences uses."""
-        cached = self.config.cached_recurrences(r)
-        return len(self.prelude) + len(self.coda) + cached * len(self.recurrent)
-
-    def _check_cache(self, cache: Cache, r: int, new_tokens: int) -> None:
+    def _check_cache(self, cache: Cache, r: int, seen: int | torch.Tensor, new_tokens: int) -> None:
         """Refuse a cache with too few slots, of unequal lengths, or with no room for the new tokens."""
-        slots = self.slots(r)
+        slots = self.config.cache_slots(r)
         if cache.layer_class_to_replicate is None and len(cache.layers) < slots:
             raise ValueError(
                 f"The cache has {len(cache.layers)} slots, but num_recurrences = {r} uses {slots}. Pass "
@@ -728,7 +725,7 @@ class LoopedModel(LoopedPreTrainedModel):
             )
         if torch.compiler.is_compiling():
             return  # the lengths of static caches are tensors, and reading them would break the graph
-        first, last = int(cache.get_seq_length()), int(cache.get_seq_length(slots - 1))
+        first, last = int(seen), int(cache.get_seq_length(slots - 1))
         if first != last:
             raise ValueError(
                 f"The cache holds {first} tokens, but only {last} of them for num_recurrences = {r}: earlier calls ran "
@@ -746,19 +743,18 @@ def _check_shapes(
     inputs_embeds: torch.Tensor,
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor,
-    cache: Cache | None,
+    seen: int | None,
 ) -> None:
     """Refuse a mask that does not cover cached and new tokens, or positions of another number of tokens.
 
-    Caches of fixed length may have a mask that reaches further.
+    seen: tokens that a growing cache holds; None for caches of fixed length, whose mask may reach further.
     """
     rows, tokens = inputs_embeds.shape[:2]
     if isinstance(attention_mask, torch.Tensor):
-        growing = cache is None or isinstance(cache, DynamicCache)
-        length = tokens + (cache.get_seq_length() if growing and cache is not None else 0)
+        length = tokens + (seen or 0)
         shape = tuple(attention_mask.shape)
         if attention_mask.ndim == 2:
-            fits = shape[0] == rows and (shape[1] == length if growing else shape[1] >= tokens)
+            fits = shape[0] == rows and (shape[1] >= tokens if seen is None else shape[1] == length)
         else:
             fits = attention_mask.ndim == 4 and shape[0] in (1, rows) and shape[2] == tokens
         if not fits:
@@ -923,7 +919,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         cache = model_kwargs.get("cache")
         if cache is None or cache is given:
             return
-        slots = self.model.slots(self.model.recurrences(model_kwargs.get("num_recurrences")))
+        r = self.model.recurrences(model_kwargs.get("num_recurrences"))
+        slots = self.config.cache_slots(r)
         del cache.layers[slots:]
         while len(cache.layers) < slots:
             cache.layers.append(copy.deepcopy(cache.layers[-1]))

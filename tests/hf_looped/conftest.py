@@ -57,3 +57,22 @@ def tokens():
         return torch.randint(64, (rows, length), generator=torch.Generator().manual_seed(seed))
 
     return draw
+
+
+class InertStream:
+    """Stand-in for a CUDA stream: Transformers' offloading code runs on a CPU, where nothing is concurrent."""
+
+    def wait_stream(self, other):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+
+@pytest.fixture
+def inert_streams(monkeypatch):
+    monkeypatch.setattr(torch, "Stream", InertStream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: InertStream())

@@ -170,25 +170,6 @@ def cached_logits(model, ids, lengths, cache, **kwargs):
         return torch.cat([model(part, cache=cache, **kwargs).logits for part in parts], dim=1)
 
 
-class InertStream:
-    """Stand-in for a CUDA stream: Transformers' offloading code runs on a CPU, where nothing is concurrent."""
-
-    def wait_stream(self, other):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        pass
-
-
-@pytest.fixture
-def inert_streams(monkeypatch):
-    monkeypatch.setattr(torch, "Stream", InertStream)
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: InertStream())
-
-
 def new_cache(config, implementation):
     offloading = "offloaded" in (implementation or "")
     if "static" in (implementation or ""):

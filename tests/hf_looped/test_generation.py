@@ -63,25 +63,6 @@ def generated(model, ids, steps=7, **kwargs):
     return model.generate(ids, attention_mask=torch.ones_like(ids), **kwargs)[:, ids.shape[1] :]
 
 
-class InertStream:
-    """Stand-in for a CUDA stream: Transformers' offloading code runs on a CPU, where nothing is concurrent."""
-
-    def wait_stream(self, other):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        pass
-
-
-@pytest.fixture
-def inert_streams(monkeypatch):
-    monkeypatch.setattr(torch, "Stream", InertStream)
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: InertStream())
-
-
 @pytest.fixture
 def recurrences_run(monkeypatch):
     """Function that watches a model; it gives the list of (model, r, new tokens) of every call, in order."""
