@@ -57,10 +57,16 @@ def argmax_loop(model, ids, steps, r=None):
     return ids[:, prompt:]
 
 
+def generation(model, ids, steps=7, **kwargs):
+    """Output of generate, greedy unless told otherwise."""
+    kwargs = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": steps} | kwargs
+    mask = torch.ones_like(ids)
+    return model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **kwargs)
+
+
 def generated(model, ids, steps=7, **kwargs):
     """New tokens [B, steps] of generate, greedy unless told otherwise."""
-    kwargs = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": steps} | kwargs
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **kwargs)[:, ids.shape[1] :]
+    return generation(model, ids, steps, **kwargs).sequences[:, ids.shape[1] :]
 
 
 @pytest.fixture
@@ -95,17 +101,7 @@ def test_greedy_tokens_are_those_of_full_forwards_for_every_cache_and_r(
     scores = logits(model, expected[:, :-1], num_recurrences=r)[:, 4:]
     settings = [{"use_cache": False}, *({"cache_implementation": i} for i in IMPLEMENTATIONS)]
     for setting in settings:
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=5,
-            do_sample=False,
-            pad_token_id=0,
-            num_recurrences=r,
-            return_dict_in_generate=True,
-            output_logits=True,
-            **setting,
-        )
+        output = generation(model, ids, 5, num_recurrences=r, output_logits=True, **setting)
         assert torch.equal(output.sequences, expected), setting
         torch.testing.assert_close(torch.stack(output.logits, dim=1), scores, **ROUNDING)
 
@@ -288,16 +284,7 @@ def test_generation_continues_on_the_cache_of_an_earlier_call(
         "dynamic": {"cache": DynamicCache()},
         "static": {"cache": StaticCache(config=sized, max_cache_len=32)},
     }[kind]
-    first = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=4,
-        do_sample=False,
-        pad_token_id=0,
-        num_recurrences=r,
-        return_dict_in_generate=True,
-        **given,
-    )
+    first = generation(model, ids, 4, num_recurrences=r, **given)
     assert int(first.cache.get_seq_length()) == 5 + 4 - 1
     turn = torch.cat((first.sequences, tokens(length=3, seed=1)), dim=1)
     calls = recurrences_run(model)
@@ -464,16 +451,8 @@ def test_recurrent_states_come_only_when_asked_for_and_from_a_cached_call_too(ti
 def test_generate_returns_the_hidden_states_of_every_executed_layer(tiny_model, tokens, r):
     """For the prompt and then for each new token; the same as those of one forward on all of them."""
     model, ids = tiny_model(), tokens(length=5)
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=4,
-        do_sample=False,
-        pad_token_id=0,
-        num_recurrences=r,
-        return_dict_in_generate=True,
-        output_hidden_states=True,
-        output_logits=True,
+    output = generation(
+        model, ids, 4, num_recurrences=r, output_hidden_states=True, output_logits=True
     )
     read = output.sequences[:, :-1]
     with torch.no_grad():
