@@ -18,9 +18,9 @@ demo: venv
 	$(PY) -m training.sweep --grid demo --out $(DEMO)
 	$(PY) -m scaling fit $(DEMO)/runs.csv --json $(DEMO)/fit.json --report $(DEMO)/report.txt --plots $(DEMO)
 
-# One thread: the models are too small for more, and idle threads would wait in loops.
+# Two processes of one thread: the models are too small for more, and idle threads would wait in loops.
 test: venv
-	OMP_NUM_THREADS=1 $(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses 2 --dist worksteal
 
 # torchao is for these tests alone: Transformers imports it with a warning wherever it is installed.
 test-slow: venv

@@ -73,10 +73,12 @@ class DataConfig:
     separate_documents: bool = False
     allow_repeat: bool = False
     packing_buffer: int = 1000
+    packing_shards: int = 16
 
     def __post_init__(self) -> None:
         _at_least("data.sequence_length", self.sequence_length, 2)
         _at_least("data.packing_buffer", self.packing_buffer, 1)
+        _at_least("data.packing_shards", self.packing_shards, 1)
         for name in ("document_characters", "max_documents"):
             if getattr(self, name) is not None:
                 _at_least(f"data.{name}", getattr(self, name), 1)
@@ -92,7 +94,8 @@ class ModelConfig:
     """Architecture of the iso-depth family (`LoopedConfig.iso_depth`); lengths in layers, width in channels.
 
     vocab_size: entries of embedding and LM head; None: the tokenizer's, rounded up to a multiple of 64.
-    backprop_recurrences: "all", "half" (⌈r/2⌉, the paper's truncated BPTT), or a number.
+    backprop_recurrences: "all", "half" (⌈r/2⌉, the paper's truncated BPTT), or a number. scale_residual: every residual
+    branch times 1/√(2L) for L executed layers (HyperP, arXiv:2603.28743, section 3.3; the paper: no).
     """
 
     hidden_size: int = 640
@@ -109,6 +112,7 @@ class ModelConfig:
     backprop_recurrences: str = "all"
     tie_word_embeddings: bool = False
     rope_theta: float = 10_000.0
+    scale_residual: bool = False
 
     def __post_init__(self) -> None:
         value = self.backprop_recurrences
@@ -192,7 +196,8 @@ class TransferConfig:
     """HyperP: where the base rates were tuned and how they move (paper, section 4.1).
 
     The reference horizon is `tokens_per_parameter` tokens for each executed non-embedding parameter of the model of
-    width `reference_width` of the same kind (with `reference_recurrences`, if looped).
+    width `reference_width` of the same kind (with `reference_recurrences`, if looped). depth_exponent: of L/L_ref, the
+    executed layers, in the rate of MuonH's matrices; 0 as in the paper, HyperP's rule is −0.5 (arXiv:2603.28743).
     """
 
     reference_width: int = 640
@@ -202,10 +207,12 @@ class TransferConfig:
     width_exponent: float = -0.5
     batch_exponent: float = 0.558
     tokens_exponent: float = -0.32
+    depth_exponent: float = 0.0
+    reference_depth: int = 20
 
     def __post_init__(self) -> None:
-        for name in ("reference_width", "reference_batch_tokens", "reference_recurrences"):
-            _at_least(f"transfer.{name}", getattr(self, name), 1)
+        for name in ("width", "batch_tokens", "recurrences", "depth"):
+            _at_least(f"transfer.reference_{name}", getattr(self, f"reference_{name}"), 1)
         if self.tokens_per_parameter <= 0:
             raise ValueError(
                 f"transfer.tokens_per_parameter is {self.tokens_per_parameter}: it must be positive."
@@ -218,7 +225,11 @@ class TrainingConfig:
 
     run_id: name of the run's folder in `out`; None: made of variant, budget, r, width and seed. batch_tokens: tokens of
     one step over all processes. micro_batch_rows: rows of one forward pass; None: as many as hold 16,384 tokens.
-    precision, attention: "auto" chooses by hardware. checkpoint_every: steps between states to resume from.
+    precision, attention: "auto" chooses by hardware. compile: torch.compile. sharding: "none" (DDP, where there are
+    several processes) or "fsdp2". init_from: folder of `save_pretrained` to train on; its architecture and weights are
+    taken, `model.recurrences` and `model.backprop_recurrences` may differ. checkpoint_every: steps between states to
+    resume from, of which the last `checkpoints_kept` stay. report_to: "none" or a tracker of Accelerate: tensorboard,
+    wandb, trackio. samples: greedy continuations of validation rows written to samples.md at the end.
     """
 
     run_id: str | None = None
@@ -231,9 +242,15 @@ class TrainingConfig:
     micro_batch_rows: int | None = None
     precision: str = "auto"
     attention: str = "auto"
+    compile: bool = False
+    sharding: str = "none"
+    init_from: str | None = None
     log_every: int = 10
     checkpoint_every: int = 500
+    checkpoints_kept: int = 2
     evaluation_rows: int = 16
+    report_to: str = "none"
+    samples: int = 4
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -269,8 +286,11 @@ class TrainingConfig:
             )
         if self.steps is not None:
             _at_least("steps", self.steps, 1)
-        for name in ("log_every", "checkpoint_every", "evaluation_rows"):
+        for name in ("log_every", "checkpoint_every", "checkpoints_kept", "evaluation_rows"):
             _at_least(name, getattr(self, name), 1)
+        _at_least("samples", self.samples, 0)
+        _one_of("sharding", self.sharding, ("none", "fsdp2"))
+        _one_of("report_to", self.report_to, ("none", "tensorboard", "wandb", "trackio"))
         _one_of("precision", self.precision, ("auto", "fp32", "bf16"))
         _one_of("attention", self.attention, ("auto", "eager", "sdpa", "flash_attention_2"))
         if self.batch_tokens < 1 or self.batch_tokens % self.data.sequence_length:
