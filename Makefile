@@ -20,7 +20,7 @@ demo: venv
 
 # Two processes of one thread: the models are too small for more, and idle threads would wait in loops.
 test: venv
-	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses 2 --dist loadfile
 
 # torchao is for these tests alone: Transformers imports it with a warning wherever it is installed.
 test-slow: venv

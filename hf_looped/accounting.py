@@ -5,8 +5,8 @@ Symbols: d hidden size, T sequence length (tokens), r recurrences, V vocabulary,
 a backward pass costs twice its forward. FLOPs follow the reference implementation of Schwethelm et al. 2026
 (arXiv:2604.21106, eq. 1 and section 5.1): every weight of an executed layer, its norms' gains included, counts
 2 per token forward; attention 4·T per head channel without using causality; the LM head 2·d·V. The embedding's look-up,
-the softmax and the three model-level norms count nothing. With it, steps = round(C / (FLOPs per token · batch))
-gives all 116 token counts of the paper's grid.
+the softmax, the model-level norms and the factor on residual branches count nothing. With it,
+steps = round(C / (FLOPs per token · batch)) gives all 116 token counts of the paper's grid.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ def parameters(config: LoopedConfig) -> ParameterCount:
         once=outer * _block_matrices(config) + _injection_scalars(config),
         rec=config.num_recurrent_layers * _block_matrices(config) + _injection_matrix(config),
         injection=_injection_matrix(config),
-        norm=2 * d * config.num_unique_layers + 3 * d,
+        norm=d * (2 * config.num_unique_layers + _model_norms(config)),
         embedding=embeddings * config.vocab_size * d,
     )
 
@@ -106,7 +106,12 @@ def _block_matrices(config: LoopedConfig) -> int:
     """Matrix parameters of one block, n_b; 12·d² in the paper's shape."""
     d = config.hidden_size
     attention = 2 * d * config.head_dim * (config.num_attention_heads + config.num_key_value_heads)
-    return attention + 2 * d * config.intermediate_size
+    return attention + (3 if config.gated_mlp else 2) * d * config.intermediate_size
+
+
+def _model_norms(config: LoopedConfig) -> int:
+    """RMSNorms outside the blocks: the last one and, where they are there, the embedding's and the state's."""
+    return 1 + config.embedding_norm + config.recurrent_norm
 
 
 def _layer_flops(config: LoopedConfig, sequence_length: int) -> int:

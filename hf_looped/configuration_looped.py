@@ -4,6 +4,7 @@
 Sources: Schwethelm et al. 2026 (arXiv:2604.21106), section 3.1, Table 4 and appendix C, unless a field says otherwise.
 """
 
+import math
 from typing import Literal
 
 from huggingface_hub.dataclasses import strict
@@ -13,7 +14,7 @@ from transformers.modeling_rope_utils import RopeParameters
 Injection = Literal["linear", "additive", "passthrough", "hyperconnections"]
 StateInit = Literal["auto", "prelude", "zeros", "normal"]
 
-CONFIG_VERSION = 1
+CONFIG_VERSION = 2  # 2: gated MLP, optional norms, residual multiplier
 
 
 @strict
@@ -56,6 +57,18 @@ class LoopedConfig(PreTrainedConfig):
         Seed of that function.
     hidden_act
         Activation of the MLP (the paper: squared ReLU).
+    gated_mlp
+        Down(act(Gate(x)) · Up(x)) instead of Down(act(Up(x))) (the paper: no; Llama: yes, with `silu`).
+    qk_norm
+        Normalise rotated queries and keys, without gain (the paper: yes; Llama: no).
+    embedding_norm
+        RMSNorm after the embedding (the paper: yes; Llama: no).
+    recurrent_norm
+        RMSNorm of the state after each recurrence (the paper: yes). Without it the coda reads the block's residual
+        stream as it is, as layers of an unlooped model do (McLeish et al. 2025, arXiv:2511.07384).
+    residual_multiplier
+        Factor on the output of every attention and MLP before it is added to the residual stream (the paper: 1;
+        HyperP, arXiv:2603.28743, section 3.3: 1/√(2·executed layers)).
     rms_norm_eps
         ε of every RMSNorm, of queries and keys too.
     rope_parameters
@@ -93,18 +106,6 @@ class LoopedConfig(PreTrainedConfig):
 
     model_type = "looped"
     keys_to_ignore_at_inference = ["cache"]
-    base_model_tp_plan = {
-        f"{section}.*.{projection}": style
-        for section in ("prelude", "recurrent", "coda")
-        for projection, style in {
-            "self_attn.q_proj": "colwise",
-            "self_attn.k_proj": "colwise",
-            "self_attn.v_proj": "colwise",
-            "self_attn.o_proj": "rowwise",
-            "mlp.up_proj": "colwise",
-            "mlp.down_proj": "rowwise",
-        }.items()
-    }
     base_model_fsdp_plan = {
         "embed_tokens": "free_full_weight",
         "prelude.*": "free_full_weight",
@@ -131,6 +132,11 @@ class LoopedConfig(PreTrainedConfig):
     state_init: StateInit = "auto"
     state_seed: int = 0
     hidden_act: str = "relu2"
+    gated_mlp: bool = False
+    qk_norm: bool = True
+    embedding_norm: bool = True
+    recurrent_norm: bool = True
+    residual_multiplier: float | int = 1.0
     rms_norm_eps: float = 1e-6
     rope_parameters: RopeParameters | dict | None = None
     max_position_embeddings: int = 2048
@@ -184,6 +190,21 @@ class LoopedConfig(PreTrainedConfig):
         if not given and k is not None and k > fields.get("num_recurrences", k):
             fields["num_backprop_recurrences"] = None
         return super().from_dict(fields, **kwargs)
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]
+        """How tensor parallelism splits each matrix: rules of Transformers, for the matrices that there are."""
+        columns = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj"]
+        if self.gated_mlp:
+            columns.append("mlp.gate_proj")
+        styles = dict.fromkeys(columns, "colwise") | dict.fromkeys(
+            ("self_attn.o_proj", "mlp.down_proj"), "rowwise"
+        )
+        return {
+            f"{section}.*.{projection}": style
+            for section in ("prelude", "recurrent", "coda")
+            for projection, style in styles.items()
+        }
 
     @property
     def num_hidden_layers(self) -> int:
@@ -346,6 +367,12 @@ class LoopedConfig(PreTrainedConfig):
             "num_key_value_heads",
             self.num_key_value_heads,
             f"must divide num_attention_heads = {self.num_attention_heads}",
+        )
+        _require(
+            0 < self.residual_multiplier < math.inf,
+            "residual_multiplier",
+            self.residual_multiplier,
+            "must be positive and finite",
         )
         _require(
             0 <= self.state_seed < 2**31, "state_seed", self.state_seed, "must lie in 0..2^31 - 1"

@@ -154,6 +154,27 @@ class RotaryNorm(torch.autograd.Function):
         return x_gradient, None, None, None
 
 
+class Rotary(torch.autograd.Function):
+    """The rotated heads, [B, T, H, C] → [B, H, T, C], in float32; cos, sin [B, T, 1, C/2]. ∂x = Rᵀg."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @exact
+    def forward(x, cos, sin):
+        return _rotate(*(part.transpose(1, 2) for part in (x, cos, sin)))  # contiguous
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    @exact
+    def backward(ctx, gradient):
+        cos, sin = ctx.saved_tensors
+        return _rotate(gradient.transpose(1, 2), cos, -sin), None, None
+
+
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate pairs (i, i + C/2) in Llama's direction, [..., C], into new memory; cos, sin [..., C/2]."""
     first, second = x.chunk(2, dim=-1)

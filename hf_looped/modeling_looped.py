@@ -45,6 +45,7 @@ from .cpu_ops import (
     Linear,
     ReluSquared,
     RMSNorm,
+    Rotary,
     RotaryNorm,
     causal_attention,
     differentiates_on_cpu,
@@ -58,7 +59,7 @@ class LoopedModelOutput(BaseModelOutputWithPast):
     """Output of `LoopedModel`.
 
     recurrent_states: with `output_recurrent_states`, r tensors [B, T, D], what the coda would read after each
-    recurrence (the normed state h(t + 1); with hyperconnections the lanes' sum).
+    recurrence (the state h(t + 1), normed if the model norms it; with hyperconnections the lanes' sum).
     """
 
     recurrent_states: tuple[torch.Tensor, ...] | None = None
@@ -134,19 +135,24 @@ class LoopedRotaryEmbedding(nn.Module):
 
 
 def rotate_and_normalise(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float | None
 ) -> torch.Tensor:
     """Rotate pairs (i, i + C/2) in Llama's direction by the angles of cos, sin [B, T, C], then RMSNorm without gain.
 
-    [B, T, H, C] → [B, H, T, C], computed in float32.
+    [B, T, H, C] → [B, H, T, C], computed in float32. eps: None rotates alone.
     """
     dtype, x = x.dtype, x.float()
     cos, sin = cos.float().unsqueeze(2), sin.float().unsqueeze(2)
     if differentiates_on_cpu(x):
         half = x.shape[-1] // 2
-        return RotaryNorm.apply(x, cos[..., :half], sin[..., :half], eps).to(dtype)
+        cos, sin = cos[..., :half], sin[..., :half]
+        if eps is None:
+            return Rotary.apply(x, cos, sin).to(dtype)
+        return RotaryNorm.apply(x, cos, sin, eps).to(dtype)
     first, second = x.chunk(2, dim=-1)
     turned = (x * cos + torch.cat((-second, first), dim=-1) * sin).transpose(1, 2)
+    if eps is None:
+        return turned.to(dtype)
     return nn.functional.rms_norm(turned, x.shape[-1:], eps=eps).to(dtype)
 
 
@@ -220,7 +226,7 @@ def update_cache(
 
 
 class LoopedAttention(nn.Module):
-    """Causal grouped-query attention with rotary embedding and QK-norm without gain (Table 4)."""
+    """Causal grouped-query attention with rotary embedding and, with `qk_norm`, QK-norm without gain (Table 4)."""
 
     def __init__(self, config: LoopedConfig, layer_idx: int):
         super().__init__()
@@ -230,7 +236,7 @@ class LoopedAttention(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
-        self.eps = config.rms_norm_eps
+        self.eps = config.rms_norm_eps if config.qk_norm else None
         self.is_causal = True
         width, kv_width = (
             config.num_attention_heads * config.head_dim,
@@ -279,27 +285,35 @@ class LoopedAttention(nn.Module):
 
 
 class LoopedMLP(nn.Module):
-    """Down(act(Up(x))), squared ReLU in the paper."""
+    """Down(act(Up(x))), squared ReLU in the paper; with `gated_mlp` Down(act(Gate(x)) · Up(x)), as in Llama."""
 
     def __init__(self, config: LoopedConfig):
         super().__init__()
+        self.gated = config.gated_mlp
+        if self.gated:
+            self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.act_fn = ACT2FN[config.hidden_act]
         self.squared_relu = config.hidden_act == "relu2"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.up_proj(x)
-        if differentiates_on_cpu(x) and self.squared_relu:
-            return self.down_proj(ReluSquared.apply(hidden))
-        return self.down_proj(self.act_fn(hidden))
+        if self.gated:
+            return self.down_proj(self._activate(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self._activate(self.up_proj(x)))
+
+    def _activate(self, hidden: torch.Tensor) -> torch.Tensor:
+        if differentiates_on_cpu(hidden) and self.squared_relu:
+            return ReluSquared.apply(hidden)
+        return self.act_fn(hidden)
 
 
 class LoopedDecoderLayer(GradientCheckpointingLayer):
-    """Pre-norm block: x + Attn(RMSNorm(x)), then x + MLP(RMSNorm(x))."""
+    """Pre-norm block: x + m·Attn(RMSNorm(x)), then x + m·MLP(RMSNorm(x)), m the `residual_multiplier`."""
 
     def __init__(self, config: LoopedConfig, layer_idx: int):
         super().__init__()
+        self.residual_multiplier = config.residual_multiplier
         self.self_attn = LoopedAttention(config, layer_idx)
         self.mlp = LoopedMLP(config)
         self.input_layernorm = LoopedRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -313,12 +327,13 @@ class LoopedDecoderLayer(GradientCheckpointingLayer):
     ) -> torch.Tensor:
         """Apply the block, [B, T, D] → [B, T, D]."""
         attention, _ = self.self_attn(self.input_layernorm(hidden_states), cache=cache, **kwargs)
-        hidden_states = hidden_states + attention
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states = torch.add(hidden_states, attention, alpha=self.residual_multiplier)
+        mlp = self.mlp(self.post_attention_layernorm(hidden_states))
+        return torch.add(hidden_states, mlp, alpha=self.residual_multiplier)
 
 
 # Injections share one interface: `start` makes what recurrences carry from the initial state, `read` gives the block's
-# input at recurrence t, `write` takes the block's normed output back, `finish` gives the coda's input.
+# input at recurrence t, `write` takes the block's (normed) output back, `finish` gives the coda's input.
 
 
 class PassthroughInjection(nn.Module):
@@ -535,7 +550,7 @@ class LoopedModel(LoopedPreTrainedModel):
     def __init__(self, config: LoopedConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.embed_norm = LoopedRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.embed_norm = _optional_norm(config, config.embedding_norm)
         first_coda, first_recurrent = (
             config.num_prelude_layers,
             config.num_prelude_layers + config.num_coda_layers,
@@ -544,7 +559,7 @@ class LoopedModel(LoopedPreTrainedModel):
         self.recurrent = _layers(config, config.num_recurrent_layers, first_slot=first_recurrent)
         self.coda = _layers(config, config.num_coda_layers, first_slot=first_coda)
         self.injection = INJECTIONS[config.injection](config)
-        self.recurrent_norm = LoopedRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.recurrent_norm = _optional_norm(config, config.recurrent_norm)
         self.norm = LoopedRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = LoopedRotaryEmbedding(config)
         self.gradient_checkpointing = False
@@ -968,6 +983,10 @@ def _without_gradient(device_type: str):
         torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False),
     ):
         yield
+
+
+def _optional_norm(config: LoopedConfig, present: bool) -> nn.Module:
+    return LoopedRMSNorm(config.hidden_size, config.rms_norm_eps) if present else nn.Identity()
 
 
 def _layers(config: LoopedConfig, count: int, first_slot: int) -> nn.ModuleList:

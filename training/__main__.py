@@ -1,14 +1,14 @@
 """`accelerate launch -m training --config RECIPE [field=value …]`: train one run.
 
-Exit status: 0 finished, 1 diverged, 2 bad input, 130 interrupted (the same command resumes).
+Exit status: 0 finished, 1 diverged, 2 bad input or a full disk, 75 stopped by SIGTERM or SIGUSR1, 130 by Ctrl-C. After
+75 and 130 the same command goes on from the saved state.
 """
 
 import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from accelerate import PartialState
@@ -18,6 +18,8 @@ from rich.progress import Progress as Bars
 
 from .config import TrainingConfig, load_config
 from .loop import Interrupted, Progress, train
+
+RESUME = 75  # EX_TEMPFAIL: not done, try again
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,27 +37,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "fields", nargs="*", metavar="field=value", help="override, e.g. model.recurrences=2"
     )
+    parser.add_argument(
+        "--report_to",
+        metavar="TRACKER",
+        help="tensorboard, wandb or trackio; the same as report_to=TRACKER",
+    )
     options = parser.parse_args(arguments)
+    if options.report_to is not None:
+        options.fields.append(f"report_to={options.report_to}")
     console = Console(stderr=True)
+    signals = Signals()
     try:
-        config = load_config(options.config, options.fields)
-        record = _train_with_bar(config, console)
+        with signals:
+            config = load_config(options.config, options.fields)
+            record = _train_with_bar(config, console, signals)
     except (ValueError, OSError, ImportError) as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False)
         return 2
-    except KeyboardInterrupt:
-        console.print("Interrupted before a step was done. Run the same command again to start.")
-        return 130
-    except Interrupted as interruption:
-        console.print(
-            f"{interruption} Run the same command again to go on.", markup=False, highlight=False
-        )
-        return 130
+    except (KeyboardInterrupt, Interrupted) as interruption:
+        what = str(interruption) or "Interrupted at once; what was saved before stays."
+        console.print(f"{what} Run the same command again to go on.", markup=False, highlight=False)
+        return 130 if signals.asked == signal.SIGINT else RESUME
     if not PartialState().is_main_process:
         return 0
     if record["status"] == "diverged":
         console.print(
-            f"{config.name} diverged: its loss was not finite at step {record['diverged_step']}.",
+            f"{config.name} diverged at step {record['diverged_step']}: not finite: {record['not_finite']}.",
             style="red",
         )
         return 1
@@ -66,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _train_with_bar(config: TrainingConfig, console: Console) -> dict[str, Any]:
+def _train_with_bar(config: TrainingConfig, console: Console, signals: "Signals") -> dict[str, Any]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -77,10 +84,7 @@ def _train_with_bar(config: TrainingConfig, console: Console) -> dict[str, Any]:
     )
     # Not Accelerate's state: asked before the run sets it up, it would take every process for the only one.
     others = os.environ.get("RANK", "0") != "0"
-    with (
-        Bars(*columns, console=console, disable=others) as bars,
-        _signals() as stop_asked,
-    ):
+    with Bars(*columns, console=console, disable=others) as bars:
         task = bars.add_task(config.name, total=1, state="starting", visible=False)
 
         def show(progress: Progress) -> None:
@@ -89,34 +93,40 @@ def _train_with_bar(config: TrainingConfig, console: Console) -> dict[str, Any]:
                 task, completed=progress.step, total=progress.steps, state=state, visible=True
             )
 
-        return train(config, show, stop_asked)
+        return train(config, show, signals.stop_asked)
 
 
-@contextmanager
-def _signals() -> Iterator[Callable[[], bool]]:
-    """Turn SIGINT and SIGTERM into a question that the loop asks between steps.
+class Signals:
+    """Turns SIGINT, SIGTERM and SIGUSR1 into a question that the loop asks between steps, while it is entered.
 
-    Before the first step, and when it comes again, a signal interrupts at once.
+    Before the first step a signal interrupts at once, since there is nothing to save. So does a second SIGINT;
+    schedulers send the others more than once, which must not break the saving. `asked` is the first signal that came.
     """
-    asked: list[int] = []
-    stepping = False
 
-    def handle(number: int, frame: object) -> None:
-        if asked or not stepping:
-            raise KeyboardInterrupt
-        asked.append(number)
+    def __init__(self) -> None:
+        self.asked: int | None = None
+        self._stepping = False
+        self._before: dict[int, Any] = {}
 
-    def stop_asked() -> bool:
-        nonlocal stepping
-        stepping = True
-        return bool(asked)
+    def __enter__(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            self._before[number] = signal.signal(number, self._handle)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop_asked
-    finally:
-        for number, handler in before.items():
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def stop_asked(self) -> bool:
+        """Whether a signal has come; asked after every step."""
+        self._stepping = True
+        return self.asked is not None
+
+    def _handle(self, number: int, frame: object) -> None:
+        again = self.asked is not None
+        if not again:
+            self.asked = number
+        if not self._stepping or (again and number == signal.SIGINT):
+            raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -1,66 +1,172 @@
 """What a run leaves on disk: states to resume from, and the finished model with its tokenizer.
 
-Both are written beside their place and renamed, so that what is there is whole. States are
-Accelerate's (weights, optimiser, random generators, the loop's counters).
+A state is a folder step-N: model.safetensors (weights by name), optimizer.safetensors (the optimiser's state of each
+parameter, "name|field"), counters.json, and manifest.json with size and SHA-256 of the others. Tensors are whole, so a
+state fits any number of processes, and nothing is unpickled. Random generators have no place in it: the loop seeds them
+by seed, step and process.
 """
 
-import os
+import hashlib
+import json
 import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .files import new_folder
+from .parallel import gather, on_main_process, take
 
+WEIGHTS, OPTIMIZER, COUNTERS = "model.safetensors", "optimizer.safetensors", "counters.json"
+MANIFEST = "manifest.json"
+
+
+@dataclass(kw_only=True)
 class Counters:
-    """What the loop has done, kept with the state: finished steps and seconds of training."""
+    """What the loop has done: finished steps and seconds of training."""
 
-    def __init__(self) -> None:
-        self.step = 0
-        self.wall_s = 0.0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counters as plain values."""
-        return {"step": self.step, "wall_s": self.wall_s}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take counters from `state_dict`."""
-        self.step, self.wall_s = state["step"], state["wall_s"]
+    step: int = 0
+    wall_s: float = 0.0
 
 
-def save_state(accelerator: Accelerator, folder: Path, step: int) -> None:
-    """Write the state after `step` steps to folder/step-N and drop older ones. Called by all processes."""
-    place = folder / f"step-{step:09d}"
-    partial = folder / f"{place.name}.partial"
-    if accelerator.is_main_process:
-        shutil.rmtree(partial, ignore_errors=True)
-    accelerator.wait_for_everyone()
-    accelerator.save_state(str(partial))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        shutil.rmtree(place, ignore_errors=True)
-        os.replace(partial, place)
-        for older in folder.glob("step-*"):
-            if older != place:
-                shutil.rmtree(older, ignore_errors=True)
-    accelerator.wait_for_everyone()
+def save_state(
+    accelerator: Accelerator,
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    counters: Counters,
+    kept: int,
+) -> None:
+    """Write the state after `counters.step` steps to folder/step-N and keep the last `kept`. Called by all processes.
+
+    Raises
+    ------
+    OSError
+        If it can't be written (a full disk), in all processes; older states are as they were.
+    """
+    weights = gather(accelerator, model.named_parameters())
+    states = gather(
+        accelerator,
+        (
+            (f"{name}|{field}", value)
+            for name, parameter in model.named_parameters()
+            for field, value in optimizer.state[parameter].items()
+        ),
+    )
+
+    def write() -> None:
+        place = folder / f"step-{counters.step:09d}"
+        try:
+            with new_folder(place) as partial:
+                save_file(weights, partial / WEIGHTS)
+                save_file(states, partial / OPTIMIZER)
+                (partial / COUNTERS).write_text(json.dumps(asdict(counters)))
+                files = {
+                    path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+                    for path in sorted(partial.iterdir())
+                }
+                (partial / MANIFEST).write_text(json.dumps(files, indent=1))
+        except (OSError, SafetensorError) as error:
+            older = _states(folder)
+            left = f"The state {older[-1].name} is whole." if older else "There is no older state."
+            raise OSError(
+                f"{place}: the state after step {counters.step} can't be written ({error}). {left} Free disk space, "
+                "then run the same command again to go on from there."
+            ) from error
+        for old in _states(folder)[:-kept]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    on_main_process(accelerator, write)
 
 
-def load_state(accelerator: Accelerator, folder: Path) -> bool:
-    """Load the latest whole state into what the accelerator has prepared; False if there is none."""
-    places = sorted(place for place in folder.glob("step-*") if not place.name.endswith(".partial"))
-    if not places:
-        return False
-    accelerator.load_state(str(places[-1]))
-    return True
+def load_state(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    warn: Callable[[str], None] = lambda message: None,
+) -> Counters:
+    """Load the latest whole state; fresh counters if there is none. Damaged ones are named by `warn` and passed over.
+
+    Raises
+    ------
+    ValueError
+        If there are states but none is whole, or they are of another model.
+    """
+    states = _states(folder)
+    for place in reversed(states):
+        damage = _damage(place)
+        if damage is None:
+            _load(place, model, optimizer)
+            return Counters(**json.loads((place / COUNTERS).read_text()))
+        warn(f"{damage}; the state before it is used.")
+    if states:
+        raise ValueError(
+            f"{folder} holds {len(states)} state(s), none of them whole ({damage}). Restore one from a copy, or delete "
+            "the folder to train from the start."
+        )
+    return Counters()
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, place: Path) -> None:
-    """Write model and tokenizer to a folder that `from_pretrained` loads."""
-    partial = place.with_name(place.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    shutil.rmtree(place, ignore_errors=True)
-    os.replace(partial, place)
+def save_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    place: Path,
+    weights: dict[str, Tensor] | None = None,
+) -> None:
+    """Write a folder that `from_pretrained` loads; `weights` are used instead of the model's, if it is sharded."""
+    with new_folder(place) as partial:
+        model.save_pretrained(partial, state_dict=weights)
+        tokenizer.save_pretrained(partial)
+
+
+def _states(folder: Path) -> list[Path]:
+    return sorted(place for place in folder.glob("step-*") if not place.name.endswith(".partial"))
+
+
+def _damage(place: Path) -> str | None:
+    """Say which file of a state is not as it was written, None if all are."""
+    try:
+        files = json.loads((place / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        return f"{place / MANIFEST} can't be read ({error})"
+    for name, written in files.items():
+        path = place / name
+        size = path.stat().st_size if path.is_file() else None
+        if size != written["bytes"]:
+            found = "is missing" if size is None else f"has {size:,} bytes"
+            return f"{path} {found}, written were {written['bytes']:,}"
+        if _sha256(path) != written["sha256"]:
+            return f"{path} is not what was written (its SHA-256 differs)"
+    return None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@torch.no_grad()
+def _load(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    parameters = dict(model.named_parameters())
+    with safe_open(place / WEIGHTS, "pt") as file:
+        if set(file.keys()) != set(parameters):
+            raise ValueError(
+                f"{place} is the state of another model: {sorted(set(file.keys()) ^ set(parameters))[0]} is in one of "
+                "them only. Delete the run's folder to train from the start."
+            )
+        for name, parameter in parameters.items():
+            parameter.copy_(take(parameter, file.get_tensor(name)))
+    with safe_open(place / OPTIMIZER, "pt") as file:
+        for key in file.keys():
+            name, field = key.rsplit("|", 1)
+            value, parameter = file.get_tensor(key), parameters[name]
+            whole_shape = value.shape == parameter.shape
+            optimizer.state[parameter][field] = (
+                take(parameter, value) if whole_shape else value.to(parameter.device)
+            )

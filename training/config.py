@@ -5,8 +5,8 @@ resolved recipe is saved beside the run as config.yaml and reads back to the sam
 (Schwethelm et al. 2026, arXiv:2604.21106, sections 3.1 and 4.1, appendix C) where it has a value.
 """
 
+import dataclasses
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +18,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from hf_looped import LoopedConfig
+
+from .files import write_text
+from .initial import model_fields
 
 # Installed with this project; their docstrings and the standard library's come to about 37 MB.
 PACKAGES = (
@@ -43,7 +46,7 @@ PACKAGES = (
 
 
 # Folders that stand beside those of the runs.
-RESERVED_NAMES = ("data", "recipes")
+RESERVED_NAMES = ("data", "recipes", "jobs", ".claims", "plan.json", "runs.csv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +142,11 @@ class ModelConfig:
                 injection=self.injection,
                 num_lanes=self.num_lanes,
                 state_init="auto" if r == 1 else self.state_init,
-                num_backprop_recurrences=self._num_backprop_recurrences(),
+                num_backprop_recurrences=self.num_backprop_recurrences,
                 tie_word_embeddings=self.tie_word_embeddings,
+                residual_multiplier=(2 * self.effective_depth) ** -0.5
+                if self.scale_residual
+                else 1.0,
                 rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
                 max_position_embeddings=sequence_length,
                 **ids,
@@ -148,7 +154,9 @@ class ModelConfig:
         except StrictDataclassError as error:
             raise ValueError(f"model: {error.__cause__ or error}") from error
 
-    def _num_backprop_recurrences(self) -> int | None:
+    @property
+    def num_backprop_recurrences(self) -> int | None:
+        """Recurrences that are differentiated, counted from the last; None: all."""
         if self.backprop_recurrences == "all":
             return None
         return (
@@ -279,7 +287,11 @@ class TrainingConfig:
             )
         _at_least("seed", self.seed, 0)
         looped = self.model.recurrences > 1
-        if looped and self.model.shared_depth % self.transfer.reference_recurrences:
+        if (
+            looped
+            and self.init_from is None
+            and self.model.shared_depth % self.transfer.reference_recurrences
+        ):
             raise ValueError(
                 f"transfer.reference_recurrences is {self.transfer.reference_recurrences}: it must divide "
                 f"model.shared_depth = {self.model.shared_depth}, since the reference model has the same depth."
@@ -305,7 +317,8 @@ class TrainingConfig:
                 f"micro_batch_rows is {self.micro_batch_rows}: it must divide the {self.batch_rows} rows of a batch."
             )
         # Before any data is read: does the architecture exist at all?
-        self.model.build(self.model.vocab_size or 64, self.data.sequence_length)
+        if self.init_from is None:
+            self.model.build(self.model.vocab_size or 64, self.data.sequence_length)
 
     @property
     def batch_rows(self) -> int:
@@ -372,12 +385,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def resolve(fields: Any, overrides: Sequence[str] = (), source: str = "recipe") -> TrainingConfig:
     """Build the config from nested plain fields and overrides; errors as in `load_config`."""
     try:
-        merged = OmegaConf.merge(
-            OmegaConf.structured(TrainingConfig),
-            OmegaConf.create(fields or {}),
-            OmegaConf.from_dotlist(list(overrides)),
+        given = OmegaConf.merge(
+            OmegaConf.create(fields or {}), OmegaConf.from_dotlist(list(overrides))
         )
-        config = OmegaConf.to_object(merged)
+        plain = _with_checkpoint(OmegaConf.to_container(given))
+        config = OmegaConf.to_object(
+            OmegaConf.merge(OmegaConf.structured(TrainingConfig), OmegaConf.create(plain))
+        )
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if error.full_key else ""
         raise ValueError(f"{source}: {key}{str(error).splitlines()[0]}") from error
@@ -387,11 +401,20 @@ def resolve(fields: Any, overrides: Sequence[str] = (), source: str = "recipe") 
     return config
 
 
+def _with_checkpoint(fields: Any) -> Any:
+    """Fill in what `init_from` decides: the model, the tokenizer, and the recurrences of the reference model."""
+    init_from, model = fields.get("init_from"), fields.get("model") or {}
+    if init_from is None or set(model) == {f.name for f in dataclasses.fields(ModelConfig)}:
+        return fields  # a resolved recipe says it all
+    model = model_fields(init_from, model)
+    transfer = {"reference_recurrences": model["recurrences"]} | (fields.get("transfer") or {})
+    data = {"tokenizer": init_from} | (fields.get("data") or {})
+    return fields | {"model": model, "transfer": transfer, "data": data}
+
+
 def save_config(config: TrainingConfig, path: Path) -> None:
     """Write the resolved recipe; `load_config` reads it back to an equal object."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
-    os.replace(partial, path)
+    write_text(path, OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
 
 
 def _at_least(name: str, value: int, least: int) -> None:

@@ -1,37 +1,35 @@
 """Packed data: a corpus split by document, tokenised and packed once, read by every run of a grid.
 
-A folder holds `train.parquet` and `validation.parquet` (column input_ids, rows of T + 1 tokens),
-`tokenizer/` and `metadata.json`, which says how they were made. It is written beside its place
-and renamed when complete, so that a folder that is there is finished. `cache/` appears at the
-first opening: the rows as Arrow files, memory-mapped.
+A folder holds `train/` and `validation/` (shards of rows of T + 1 tokens, see `shards`),
+`tokenizer/` and `metadata.json`, which says how they were made and what each shard holds. It is
+written beside its place and renamed when complete and on disk, so that a folder that is there is
+finished; opening it compares every byte with the metadata.
 """
 
+import errno
 import hashlib
 import importlib.metadata
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from filelock import FileLock
-from numpy.typing import ArrayLike, NDArray
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from .config import DataConfig
-from .corpus import Corpus, corpus_sources, cut_document, load_corpus, progress_bar, quiet_datasets
-from .packing import PackingCounts, Row, pack
+from .corpus import Corpus, corpus_sources, load_corpus, progress_bar, quiet_datasets
+from .files import new_folder
+from .packers import Packer, Shard, choose_processes, plan_shards, write_shards
+from .shards import Rows, open_shards
 from .tokenizer import load_tokenizer, tokenizer_fingerprint, train_tokenizer
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SPLITS = ("train", "validation")
 # What the rows depend on; vocab_size counts only where the tokenizer is trained.
 SETTINGS = (
@@ -48,23 +46,8 @@ SETTINGS = (
     "vocab_size",
     "sequence_length",
     "packing_buffer",
+    "packing_shards",
 )
-
-
-class Rows:
-    """Rows of one split, memory-mapped: `rows[indices]` gives int32 [n, T + 1] for indices [n]."""
-
-    def __init__(self, dataset: datasets.Dataset) -> None:
-        self.dataset = dataset.with_format("numpy")
-
-    def __len__(self) -> int:
-        """Count the rows."""
-        return len(self.dataset)
-
-    def __getitem__(self, indices: ArrayLike) -> NDArray[np.int32]:
-        """Read rows. [n] → [n, T + 1]."""
-        wanted = np.atleast_1d(np.asarray(indices, dtype=np.int64))
-        return np.asarray(self.dataset[wanted]["input_ids"], dtype=np.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +57,7 @@ class PackedData:
     `metadata` is metadata.json: settings, corpus (fingerprint, sources), tokenizer (sha256,
     vocab_size, bos_token_id), versions, sequence_length, and per split documents, bytes (UTF-8,
     of the documents), tokens (of the documents, BOS included), rows, cropped and leftover tokens,
-    and the SHA-256 over the rows.
+    the SHA-256 over the rows, and `shards`: file, rows, bytes and SHA-256 of each.
     """
 
     folder: Path
@@ -119,23 +102,25 @@ def prepare(data: DataConfig, folder: Path, *, progress: bool = True) -> PackedD
 
     Several processes may call this at once: one makes the folder, the others wait for it. Raises
     ValueError for the bad input that `load_corpus`, `train_tokenizer` and `load_tokenizer`
-    refuse, for a split too small for one row, and for a folder made with other settings. Package
-    versions that changed since are no other settings: the rows stay as they are, with the
-    versions they were made from in the metadata.
+    refuse, for a split too small for one row, for a folder made with other settings, and where
+    the disk is full. Package versions that changed since are no other settings: the rows stay as
+    they are, with the versions they were made from in the metadata.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f".{folder.name}.lock"):
         if folder.exists() and any(folder.iterdir()):
             return _reopen(data, folder)
-        partial = folder.parent / f".{folder.name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-        partial.mkdir()
         try:
-            _write(data, partial, progress=progress)
-            partial.rename(folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            with new_folder(folder) as partial:
+                _write(data, partial, progress=progress)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise ValueError(
+                f"packed data: no space is left for {folder} ({error.strerror}); nothing of it was "
+                "kept. Free some space, or name a folder on another disk."
+            ) from error
         packed = open_packed(folder)
         if progress:
             _say_how_much_is_kept(packed)
@@ -230,23 +215,27 @@ def _settings(data: DataConfig) -> dict[str, Any]:
 
 
 def _write(data: DataConfig, folder: Path, *, progress: bool) -> None:
-    corpus = load_corpus(data, cache_dir=folder / "corpus-cache", progress=progress)
-    places = dict(
-        zip(SPLITS, split_documents(corpus.documents, data.validation_fraction), strict=True)
-    )
-    splits = {name: corpus.documents.select(indices) for name, indices in places.items()}
-    if len(splits["train"]) == 0:
+    scratch = folder / "corpus-cache"
+    corpus = load_corpus(data, cache_dir=scratch, progress=progress)
+    documents = corpus.documents
+    train, validation = split_documents(documents, data.validation_fraction)
+    if not train:
         raise ValueError(
-            f"data.corpus: {data.corpus!r} has {len(corpus.documents)} document(s), all of them "
+            f"data.corpus: {data.corpus!r} has {len(documents)} document(s), all of them "
             f"taken for validation (data.validation_fraction = {data.validation_fraction}); "
             "give at least two documents (in text files, blank lines part them)."
         )
-    tokenizer = _make_tokenizer(data, splits["train"], progress=progress)
+    tokenizer = _make_tokenizer(data, documents, train, progress=progress)
     tokenizer.save_pretrained(folder / "tokenizer")
-    records = {
-        name: _write_split(data, split, tokenizer, folder / f"{name}.parquet", progress=progress)
-        for name, split in splits.items()
-    }
+    records = _write_splits(
+        data,
+        _on_disk(documents, scratch),
+        (train, validation),
+        tokenizer,
+        folder,
+        progress=progress,
+    )
+    shutil.rmtree(scratch, ignore_errors=True)
     metadata = {
         "schema_version": SCHEMA_VERSION,
         "settings": _settings(data),
@@ -263,8 +252,16 @@ def _write(data: DataConfig, folder: Path, *, progress: bool) -> None:
         },
         "splits": records,
     }
-    shutil.rmtree(folder / "corpus-cache", ignore_errors=True)
     (folder / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
+
+
+def _on_disk(documents: datasets.Dataset, scratch: Path) -> datasets.Dataset:
+    """Documents in files, which several processes map; those in memory would be sent as copies."""
+    if documents.cache_files:
+        return documents
+    with quiet_datasets():
+        documents.save_to_disk(scratch / "documents")
+        return datasets.load_from_disk(scratch / "documents")
 
 
 def _corpus_record(corpus: Corpus) -> dict[str, Any]:
@@ -277,80 +274,67 @@ def _corpus_record(corpus: Corpus) -> dict[str, Any]:
 
 
 def _make_tokenizer(
-    data: DataConfig, documents: datasets.Dataset, *, progress: bool
+    data: DataConfig, documents: datasets.Dataset, train: Sequence[int], *, progress: bool
 ) -> PreTrainedTokenizerBase:
     if data.tokenizer is not None:
         return load_tokenizer(data.tokenizer)
-    with progress_bar("training tokenizer", len(documents), enabled=progress) as advance:
-        return train_tokenizer(_texts(documents, advance), data.vocab_size)
+    with progress_bar("training tokenizer", len(train), enabled=progress) as advance:
+
+        def texts() -> Iterator[str]:
+            for batch in documents.select(train).iter(batch_size=1000):
+                yield from batch["text"]
+                advance(len(batch["text"]))
+
+        return train_tokenizer(texts(), data.vocab_size)
 
 
-def _texts(documents: datasets.Dataset, advance: Any) -> Iterator[str]:
-    for batch in documents.iter(batch_size=1000):
-        yield from batch["text"]
-        advance(len(batch["text"]))
-
-
-def _write_split(
+def _write_splits(
     data: DataConfig,
     documents: datasets.Dataset,
+    indices: Sequence[Sequence[int]],
     tokenizer: PreTrainedTokenizerBase,
-    path: Path,
+    folder: Path,
     *,
     progress: bool,
 ) -> dict[str, Any]:
-    """Tokenise and pack `documents` into the Parquet file `path`; returns the split's record."""
-    counts, digest, size = PackingCounts(), hashlib.sha256(), 0
+    """Write the shards of both splits, whose documents `indices` lists; returns the records."""
+    packer = Packer(
+        tokenizer=tokenizer,
+        row_length=data.sequence_length + 1,
+        buffer=data.packing_buffer,
+        document_characters=data.document_characters,
+    )
+    plans: dict[str, list[Shard]] = {}
+    for name, of_split in zip(SPLITS, indices, strict=True):
+        (folder / name).mkdir()
+        most, buffer = data.packing_shards, data.packing_buffer
+        plans[name] = plan_shards(folder / name, documents, of_split, most=most, buffer=buffer)
+    shards = [shard for plan in plans.values() for shard in plan]
+    processes = choose_processes(documents, len(shards))
+    with progress_bar("packing", sum(map(len, indices)), enabled=progress) as advance:
+        written = iter(write_shards(packer, shards, processes=processes, advance=advance))
+    return {
+        name: _split_record(folder / name, [next(written) for _ in plan], data)
+        for name, plan in plans.items()
+    }
 
-    def tokenised() -> Iterator[list[int]]:
-        nonlocal size
-        for batch in documents.iter(batch_size=500):
-            size += sum(len(text.encode("utf-8", "surrogatepass")) for text in batch["text"])
-            parts = [
-                part
-                for text in batch["text"]
-                for part in cut_document(text, data.document_characters)
-            ]
-            # A special token spelled out in a text is text: BOS stands in front of documents only.
-            yield from tokenizer(
-                parts,
-                add_special_tokens=False,
-                split_special_tokens=True,
-                return_attention_mask=False,
-                verbose=False,  # no warning about documents longer than the model's context
-            )["input_ids"]
-            advance(len(batch["text"]))
 
+def _split_record(folder: Path, written: list[dict[str, Any]], data: DataConfig) -> dict[str, Any]:
+    """Sum what `Packer.write` says of a split's shards; refuse a split without a row."""
     row_length = data.sequence_length + 1
-    schema = pa.schema([("input_ids", pa.list_(pa.int32(), row_length))])
-    with (
-        progress_bar(f"packing {path.stem}", len(documents), enabled=progress) as advance,
-        pq.ParquetWriter(path, schema, compression="zstd") as writer,
-    ):
-        rows = pack(
-            tokenised(),
-            row_length=row_length,
-            bos_token_id=int(tokenizer.bos_token_id),
-            buffer=data.packing_buffer,
-            counts=counts,
-        )
-        for block in _blocks(rows, 1024):
-            digest.update(block.astype("<i4").tobytes())
-            values = pa.FixedSizeListArray.from_arrays(pa.array(block.reshape(-1)), row_length)
-            writer.write_table(pa.table([values], schema=schema))
-    if counts.rows == 0:
-        remedy = "raise data.validation_fraction" if path.stem == "validation" else "give more text"
+    names = ("documents", "tokens", "rows", "cropped", "leftover", "bytes")
+    totals = {name: sum(record[name] for record in written) for name in names}
+    if totals["rows"] == 0:
+        validation = folder.name == "validation"
+        remedy = "raise data.validation_fraction" if validation else "give more text"
         raise ValueError(
-            f"data.sequence_length: the {path.stem} split has {counts.documents} documents with "
-            f"{counts.tokens} tokens, too few for one row of {row_length}; {remedy} "
+            f"data.sequence_length: the {folder.name} split has {totals['documents']} documents with "
+            f"{totals['tokens']} tokens, too few for one row of {row_length}; {remedy} "
             "or lower data.sequence_length."
         )
-    return {**asdict(counts), "bytes": size, "sha256": digest.hexdigest()}
-
-
-def _blocks(rows: Iterator[Row], size: int) -> Iterator[NDArray[np.int32]]:
-    while block := list(islice(rows, size)):
-        yield np.stack(block)
+    shards = [record["shard"] for record in written]
+    rows = open_shards(folder, shards, row_length)
+    return totals | {"sha256": rows.fingerprint(), "shards": shards}
 
 
 def _reopen(data: DataConfig, folder: Path) -> PackedData:
@@ -381,7 +365,13 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"packed data: {folder} {state}; name another folder, or delete it and prepare it again."
         )
-    metadata: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        metadata: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"packed data: {path} is damaged ({error}); restore the file, or delete {folder} and "
+            "prepare it again."
+        ) from error
     found = metadata.get("schema_version")
     if found != SCHEMA_VERSION:
         raise ValueError(
@@ -392,12 +382,11 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
 
 
 def _open_split(folder: Path, name: str, metadata: Mapping[str, Any]) -> Rows:
-    path, recorded = folder / f"{name}.parquet", metadata["splits"][name]["rows"]
-    found = pq.read_metadata(path).num_rows if path.is_file() else None
-    if found != recorded:
+    split = metadata["splits"][name]
+    rows = open_shards(folder / name, split["shards"], metadata["sequence_length"] + 1)
+    if len(rows) != split["rows"]:
         raise ValueError(
-            f"packed data: {path} has {found} rows, metadata.json says {recorded}; "
-            f"delete {folder} and prepare it again."
+            f"packed data: {folder / 'metadata.json'} says {split['rows']} rows for {name}, its "
+            f"shards hold {len(rows)}; restore the file, or delete {folder} and prepare it again."
         )
-    with quiet_datasets():
-        return Rows(datasets.Dataset.from_parquet(str(path), cache_dir=str(folder / "cache")))
+    return rows

@@ -40,10 +40,16 @@ def choose_orthogonalise_dtype(config: TrainingConfig) -> torch.dtype:
 
 
 def check_launch() -> None:
-    """Refuse a launch that asked for several processes on CPUs and silently got one.
+    """Refuse a launch that would train otherwise than it was asked to.
 
-    `accelerate launch --cpu --num_processes n` starts one process; it sets the rendezvous address all the same.
+    `accelerate launch --cpu --num_processes n` starts one process in silence; it sets the rendezvous address all the
+    same. Accelerate's own FSDP is not used: version 1 flattens the matrices that MuonH needs whole.
     """
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        raise ValueError(
+            "accelerate launch was asked for FSDP: the trainer shards by itself. Set sharding=fsdp2 in the recipe and "
+            "launch without --use_fsdp. (FSDP1 can't be used: it flattens the matrices that MuonH needs whole.)"
+        )
     launched = (
         os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in os.environ
     )

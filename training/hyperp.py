@@ -1,15 +1,19 @@
-"""HyperP: learning rates moved from a reference point to a run's width, batch and horizon.
+"""HyperP: learning rates moved from a reference point to a run's width, batch, horizon and depth.
 
 Rules of Schwethelm et al. 2026 (arXiv:2604.21106, section 4.1), after arXiv:2603.28743. Symbols: d width, B tokens of a
-batch, D tokens of the run. Ratios are to the reference point of `TransferConfig`:
+batch, D tokens of the run, L executed layers. Ratios are to the reference point of `TransferConfig`, whose exponents
+are given here with the paper's values:
 
-    MuonH matrices        base · (B/B_ref)^0.558 · (D/D_ref)^−0.32
+    MuonH matrices        base · (B/B_ref)^0.558 · (D/D_ref)^−0.32 · (L/L_ref)^0
     embedding, LM head    base · (B/B_ref)^0.558 · (d/d_ref)^−0.5
     norms, scalars        base · (d/d_ref)^−0.5
+
+The depth rule is HyperP's own (exponent −0.5, with residual branches times 1/√(2L): `model.scale_residual`).
 """
 
 import math
 import warnings
+from fractions import Fraction
 from typing import Any
 
 from torch import nn
@@ -20,27 +24,63 @@ from hf_looped.accounting import executed_parameters
 from .config import ModelConfig, OptimizerConfig, TransferConfig
 
 
-def reference_tokens(transfer: TransferConfig, model: ModelConfig) -> float:
+def width_factor(transfer: TransferConfig, hidden_size: int) -> float:
+    """(d/d_ref)^width_exponent, for what AdamW trains."""
+    return (hidden_size / transfer.reference_width) ** transfer.width_exponent
+
+
+def batch_factor(transfer: TransferConfig, batch_tokens: int) -> float:
+    """(B/B_ref)^batch_exponent, for matrices, embedding and LM head."""
+    return (batch_tokens / transfer.reference_batch_tokens) ** transfer.batch_exponent
+
+
+def horizon_factor(
+    transfer: TransferConfig, model: ModelConfig | LoopedConfig, tokens: int
+) -> float:
+    """(D/D_ref)^tokens_exponent, for MuonH's matrices; D_ref is `reference_tokens`."""
+    return (tokens / reference_tokens(transfer, model)) ** transfer.tokens_exponent
+
+
+def depth_factor(transfer: TransferConfig, layers: int) -> float:
+    """(L/L_ref)^depth_exponent of the executed layers, for MuonH's matrices (arXiv:2603.28743, section 3.3: −0.5)."""
+    return (layers / transfer.reference_depth) ** transfer.depth_exponent
+
+
+def reference_tokens(transfer: TransferConfig, model: ModelConfig | LoopedConfig) -> float:
     """D_ref, tokens: `tokens_per_parameter` for each executed parameter of the reference model of the same kind.
 
-    The reference has width `reference_width` and `reference_recurrences`, or one recurrence if the model is unlooped.
+    That is the model itself, its depth, shape of MLP and share of key-value heads kept, with `reference_width` channels
+    and, if it is looped, its shared layers in `reference_recurrences` recurrences (as they are where that leaves a
+    remainder, which moves the injection's part alone).
     """
-    intermediate = None
-    if model.intermediate_size is not None:
-        intermediate = model.intermediate_size * transfer.reference_width // model.hidden_size
-    head_dim = math.gcd(transfer.reference_width, model.head_dim)
-    reference = LoopedConfig.iso_depth(
-        transfer.reference_width,
-        1 if model.recurrences == 1 else transfer.reference_recurrences,
-        effective_depth=model.effective_depth,
-        shared_depth=model.shared_depth,
-        head_dim=head_dim,
-        intermediate_size=intermediate,
-        injection=model.injection,
-        num_lanes=model.num_lanes,
-        vocab_size=1,
-    )
-    return transfer.tokens_per_parameter * executed_parameters(reference)
+    architecture = _architecture(model)
+    r = transfer.reference_recurrences
+    shared = architecture.num_recurrences * architecture.num_recurrent_layers
+    if architecture.num_recurrences > 1 and shared % r == 0:
+        architecture = LoopedConfig.from_dict(
+            architecture.to_dict(),
+            num_recurrences=r,
+            num_recurrent_layers=shared // r,
+            num_trained_recurrences=r,
+            num_backprop_recurrences=None,
+        )
+    # For one shape, executed parameters are a polynomial of second degree in the width: three widths give it exactly.
+    one, two, three = (executed_parameters(_widened(architecture, k)) for k in (1, 2, 3))
+    x = Fraction(transfer.reference_width, architecture.hidden_size)
+    executed = one + (x - 1) * (two - one) + (x - 1) * (x - 2) * Fraction(three - 2 * two + one, 2)
+    return transfer.tokens_per_parameter * float(executed)
+
+
+def _architecture(model: ModelConfig | LoopedConfig) -> LoopedConfig:
+    """Of a recipe's model; vocabulary and sequence length don't matter here."""
+    return model.build(1, 2) if isinstance(model, ModelConfig) else model
+
+
+def _widened(architecture: LoopedConfig, times: int) -> LoopedConfig:
+    """Return the same model with so many times its channels and heads."""
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    wider = {name: times * getattr(architecture, name) for name in names}
+    return LoopedConfig.from_dict(architecture.to_dict(), **wider)
 
 
 def check_batch(transfer: TransferConfig, batch_tokens: int) -> None:
@@ -60,7 +100,7 @@ def check_batch(transfer: TransferConfig, batch_tokens: int) -> None:
 def learning_rates(
     optimizer: OptimizerConfig,
     transfer: TransferConfig,
-    model: ModelConfig,
+    model: ModelConfig | LoopedConfig,
     batch_tokens: int,
     tokens: int,
 ) -> dict[str, float]:
@@ -69,11 +109,13 @@ def learning_rates(
     Warns as `check_batch` does.
     """
     check_batch(transfer, batch_tokens)
-    batch = (batch_tokens / transfer.reference_batch_tokens) ** transfer.batch_exponent
-    width = (model.hidden_size / transfer.reference_width) ** transfer.width_exponent
-    horizon = (tokens / reference_tokens(transfer, model)) ** transfer.tokens_exponent
+    architecture = _architecture(model)
+    width = width_factor(transfer, architecture.hidden_size)
+    batch = batch_factor(transfer, batch_tokens)
+    horizon = horizon_factor(transfer, architecture, tokens)
+    depth = depth_factor(transfer, architecture.num_hidden_layers)
     return {
-        "matrix": optimizer.muonh_lr * batch * horizon,
+        "matrix": optimizer.muonh_lr * batch * horizon * depth,
         "embedding": optimizer.embedding_lr * batch * width,
         "lm_head": optimizer.lm_head_lr * batch * width,
         "norm": optimizer.norm_lr * width,
@@ -90,7 +132,11 @@ def schedule(step: int, steps: int, final_fraction: float) -> float:
 def parameter_groups(
     model: LoopedForCausalLM, rates: dict[str, float], optimizer: OptimizerConfig
 ) -> list[dict[str, Any]]:
-    """Sort every parameter into a group by the role of its module; groups carry `role`, `algorithm` and `peak_lr`."""
+    """Sort every parameter into a group by the role of its module; groups carry `role`, `algorithm` and `peak_lr`.
+
+    A projection with a single row or column is a vector: orthogonalising it would only normalise it, and shards of it
+    would be empty. It goes to AdamW with the scalars, and a warning names it.
+    """
     members: dict[str, list[nn.Parameter]] = {role: [] for role in rates}
     for name, parameter in model.named_parameters():
         members[_role(name, parameter)].append(parameter)
@@ -118,7 +164,14 @@ def _role(name: str, parameter: nn.Parameter) -> str:
     if name.endswith("norm.weight"):
         return "norm"
     if name.endswith("_proj.weight") or name.endswith("injection.proj.weight"):
-        return "matrix"
+        if min(parameter.shape) > 1:
+            return "matrix"
+        warnings.warn(
+            f"{name}, shape {tuple(parameter.shape)}, is a vector, not a matrix: AdamW trains it, at the rate of the "
+            "scalars (optimizer.hyperconnection_lr).",
+            stacklevel=3,
+        )
+        return "scalar"
     if ".injection." in name:
         return "scalar"
     raise ValueError(

@@ -1,5 +1,8 @@
 """One training run from recipe to run record: steps, log, states, evaluation.
 
+Everything that a step depends on is a function of the recipe and the step's number (rows, rates, random numbers) or in
+the state (weights, optimiser), so that a run that was killed ends with the bits of one that was not.
+
 Shapes: B rows of a micro-batch, T positions.
 """
 
@@ -7,10 +10,9 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,23 +20,33 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from numpy.typing import NDArray
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-import hf_looped  # noqa: F401, registers the architecture
+from hf_looped.modeling_looped import LoopedCausalLMOutput
 
-from .checkpoint import Counters, load_state, save_model, save_state
+from .checkpoint import load_state, save_model, save_state
+from .claims import claim
 from .config import TrainingConfig, load_config, save_config
 from .data import PackedData, check_tokens, prepare
 from .hardware import check_launch, choose_attention, choose_orthogonalise_dtype, choose_precision
 from .hyperp import learning_rates, parameter_groups, schedule
+from .initial import initial_model
+from .log import open_log
+from .monitor import gradient_norms, state_norms
 from .muonh import MuonH
 from .packing import document_positions
+from .parallel import accumulating, any_process, gather, on_main_process, shard
 from .record import architecture_of, describe, environment, read_record, write_record
 from .sampler import rows_of_step
+from .samples import write_samples
 from .tokenizer import load_tokenizer
+from .trackers import Trackers, check_tracker
 
 MICRO_BATCH_TOKENS = 16_384
+# Fields that change no number of a run: they may differ when it is started again.
+FREE = ("out", "checkpoint_every", "checkpoints_kept", "report_to", "samples")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,36 +70,58 @@ def train(
 ) -> dict[str, Any]:
     """Train, evaluate and record one run; a finished one is returned as it is, a half-finished one resumed.
 
-    Returns the run record (as in run.json), with status "finished", or "diverged" where the loss stopped being finite.
-    `on_progress` is called now and then, `stop_asked` after every step.
+    Returns the run record (as in run.json), with status "finished", or "diverged" where the loss or a gradient stopped
+    being finite. `on_progress` is called now and then, `stop_asked` after every step.
 
     Raises
     ------
     ValueError
         If the run's folder belongs to another recipe, the corpus is too small, or the recipe does not fit the launch.
+    ClaimedElsewhere
+        If another process trains this run now.
+    OSError
+        If the disk is full; the states that were saved are as they were.
     Interrupted
         If `stop_asked` said so; the state is saved.
     """
     check_launch()
+    check_tracker(config.report_to)
     transformers_logging.disable_progress_bar()
     # Autocast is the loop's own: Accelerate keeps one precision for all runs of a process.
     accelerator = Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available())
     record = ended_record(config)
     if record is not None:
         return record
-    if config.data.tokenizer is not None:
-        architecture_of(
-            config, load_tokenizer(config.data.tokenizer)
-        )  # does it fit, before packing?
+    if config.data.tokenizer is not None:  # does it fit, before anything is written?
+        architecture_of(config, load_tokenizer(config.data.tokenizer))
+    with ExitStack() as stack:
+        on_main_process(accelerator, lambda: stack.enter_context(claim(config.folder)))
+        return _train(config, accelerator, on_progress, stop_asked)
+
+
+def _train(
+    config: TrainingConfig,
+    accelerator: Accelerator,
+    on_progress: Callable[[Progress], None],
+    stop_asked: Callable[[], bool],
+) -> dict[str, Any]:
+    record = ended_record(config)  # again: it may have ended while the claim was waited for
+    if record is not None:
+        return record
     with accelerator.main_process_first():
         packed = prepare(config.data, config.data_folder, progress=accelerator.is_main_process)
     run = _Run(config, accelerator, packed)
+    tracker = config.report_to if accelerator.is_main_process else "none"
+    settings = asdict(config) | run.record
     try:
-        record = run.finish(run.steps_to_the_end(on_progress, stop_asked))
+        with Trackers(tracker, config.folder, config.name, settings, run.counters.step) as trackers:
+            record = run.finish(run.steps_to_the_end(trackers, on_progress, stop_asked))
+            trackers.log({"val_loss": record.get("val_loss")}, run.counters.step)
     except Interrupted:
         raise
     except Exception as error:
-        run.write("failed", error=f"{type(error).__name__}: {error}")
+        with suppress(OSError):  # the disk may be full, and the error says so
+            run.write("failed", error=f"{type(error).__name__}: {error}")
         raise
     finally:
         accelerator.free_memory()
@@ -97,12 +131,13 @@ def train(
 def ended_record(config: TrainingConfig) -> dict[str, Any] | None:
     """Return the record of the run if it has finished or diverged before, else None.
 
-    Raises ValueError if its folder holds a run with another recipe.
+    Raises ValueError if its folder holds a run with another recipe; what changes no number (`FREE`) may differ.
     """
     folder = config.folder
     if not (folder / "config.yaml").is_file():
         return None
-    if replace(load_config(folder / "config.yaml"), out=config.out) != config:  # it may have moved
+    free = {name: getattr(config, name) for name in FREE}
+    if replace(load_config(folder / "config.yaml"), **free) != config:
         raise ValueError(
             f"{folder} holds a run with another recipe (compare its config.yaml with yours). Give another run_id or "
             "out, or delete the folder."
@@ -119,45 +154,58 @@ class _Run:
         self, config: TrainingConfig, accelerator: Accelerator, packed: PackedData
     ) -> None:
         self.config, self.accelerator, self.packed = config, accelerator, packed
-        architecture = architecture_of(config, packed.tokenizer)
-        self.record = describe(config, architecture)
+        self.architecture = architecture_of(config, packed.tokenizer)
+        self.record = describe(config, self.architecture)
         check_tokens(packed, self.record["tokens"], config.data.allow_repeat)
         self.micro_rows = _micro_rows(config, accelerator.num_processes)
+        self.sharded = config.sharding == "fsdp2" and accelerator.num_processes > 1
         attention, dtype = choose_attention(config), choose_orthogonalise_dtype(config)
+        precision = choose_precision(config)
+        self.bf16 = precision == "bf16"
         self.record |= environment() | {
             "corpus": config.data.corpus,
             "corpus_sources": json.dumps(packed.metadata["corpus"]["sources"]),
             "corpus_fingerprint": packed.metadata["corpus"]["fingerprint"],
             "data_fingerprint": packed.data_fingerprint,
             "val_fingerprint": packed.val_fingerprint,
-            "precision": choose_precision(config),
+            "precision": precision,
             "attention": attention,
             "orthogonalise": str(dtype).removeprefix("torch."),
             "num_processes": accelerator.num_processes,
             "device": str(accelerator.device),
         }
         set_seed(config.seed)
-        model = AutoModelForCausalLM.from_config(architecture, attn_implementation=attention)
+        model = initial_model(self.architecture, config.init_from, attention)
+        if config.compile:
+            model.compile()
+        self.model = shard(model, accelerator) if self.sharded else accelerator.prepare(model)
+        # The same weights under their own names; its forward pass does not talk to other processes, unless sharded.
+        self.unwrapped = accelerator.unwrap_model(self.model)
         rates = learning_rates(
             config.optimizer,
             config.transfer,
-            config.model,
+            self.architecture,
             config.batch_tokens,
             self.record["tokens"],
         )
-        optimizer = MuonH(
-            parameter_groups(model, rates, config.optimizer), orthogonalise_dtype=dtype
+        self.optimizer = MuonH(
+            parameter_groups(self.unwrapped, rates, config.optimizer), orthogonalise_dtype=dtype
         )
-        self.model, self.optimizer = accelerator.prepare(model, optimizer)
-        self.bf16 = choose_precision(config) == "bf16"
-        if accelerator.is_main_process:
-            config.folder.mkdir(parents=True, exist_ok=True)
-            save_config(config, config.folder / "config.yaml")
-        accelerator.wait_for_everyone()
-        self.counters = Counters()
-        accelerator.register_for_checkpointing(self.counters)
-        load_state(accelerator, config.folder / "state")
+        on_main_process(accelerator, self._open_folder)
+        self.counters = load_state(
+            config.folder / "state", self.unwrapped, self.optimizer, warn=self._warn
+        )
         self.write("running")
+
+    def _open_folder(self) -> None:
+        self.config.folder.mkdir(parents=True, exist_ok=True)
+        save_config(self.config, self.config.folder / "config.yaml")
+
+    def _warn(self, message: str) -> None:
+        if self.accelerator.is_main_process:
+            Console(stderr=True).print(
+                f"warning: {message}", style="yellow", markup=False, highlight=False
+            )
 
     def write(self, status: str, **further: Any) -> dict[str, Any]:
         """Write the record with a status and what is new."""
@@ -167,36 +215,57 @@ class _Run:
         return self.record
 
     def steps_to_the_end(
-        self, on_progress: Callable[[Progress], None], stop_asked: Callable[[], bool]
-    ) -> int | None:
-        """Train to the last step. Return the step at which the loss stopped being finite, else None."""
-        steps, config = self.record["steps"], self.config
-        first, seconds = self.counters.step, self.counters.wall_s
-        start = time.perf_counter()
-        with _log(config.folder / "log.jsonl", first, self.accelerator.is_main_process) as log:
-            for step in range(first, steps):
-                loss = self._step(step)
-                self.counters.step = step + 1
-                self.counters.wall_s = seconds + time.perf_counter() - start
-                if not math.isfinite(loss):
-                    return step + 1
+        self,
+        trackers: Trackers,
+        on_progress: Callable[[Progress], None],
+        stop_asked: Callable[[], bool],
+    ) -> str | None:
+        """Train to the last step. Return what stopped being finite, None if nothing did."""
+        config, counters, steps = self.config, self.counters, self.record["steps"]
+        seconds, start = counters.wall_s, time.perf_counter()
+        with open_log(config.folder, counters.step, self.accelerator.is_main_process) as log:
+            for step in range(counters.step, steps):
                 last = step + 1 == steps
-                if last or (step + 1) % config.log_every == 0:
-                    speed = (step + 1) * config.batch_tokens / self.counters.wall_s
-                    log(self._log_entry(step, loss, speed))
+                logged = last or (step + 1) % config.log_every == 0
+                loss, gradients, states = self._step(step, watch=logged)
+                counters.step = step + 1
+                counters.wall_s = seconds + time.perf_counter() - start
+                if bad := _not_finite(loss, gradients):
+                    return bad
+                if logged:
+                    entry, timing = self._log_entry(loss, gradients | states), self._timing()
+                    log.write(entry, timing)
+                    trackers.log(entry | timing, step + 1)
+                    speed = timing["tokens_per_s"]
                     on_progress(Progress(step=step + 1, steps=steps, loss=loss, tokens_per_s=speed))
-                asked = self._anyone(stop_asked())
+                asked = any_process(self.accelerator, stop_asked())
                 if last or asked or (step + 1) % config.checkpoint_every == 0:
-                    save_state(self.accelerator, config.folder / "state", step + 1)
+                    log.sync()
+                    self._save_state()
                 if asked and not last:
                     raise Interrupted(
                         f"{config.name}: stopped after step {step + 1} of {steps}; its state is saved."
                     )
         return None
 
-    def _step(self, step: int) -> float:
-        """Take optimiser step `step`; return its mean loss over all processes, nats per token."""
+    def _save_state(self) -> None:
+        save_state(
+            self.accelerator,
+            self.config.folder / "state",
+            self.unwrapped,
+            self.optimizer,
+            self.counters,
+            self.config.checkpoints_kept,
+        )
+
+    def _step(self, step: int, watch: bool) -> tuple[float, dict[str, float], dict[str, float]]:
+        """Take optimiser step `step`, unless its loss or a gradient is not finite.
+
+        Return the mean loss over all processes, nats per token, the norms of gradients and, if `watch`, those of the
+        states between recurrences in this process' last micro-batch.
+        """
         config, accelerator = self.config, self.accelerator
+        _seed(config.seed, step, accelerator.process_index)
         factor = schedule(step, self.record["steps"], config.optimizer.final_lr_fraction)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
@@ -211,17 +280,22 @@ class _Run:
         total = torch.zeros((), device=accelerator.device)
         for index, part in enumerate(parts):
             last = index + 1 == len(parts)
-            with nullcontext() if last else accelerator.no_sync(self.model):
-                loss = self._loss(self.model, self.packed.train[part]) / len(parts)
-                accelerator.backward(loss)
-            total += loss.detach()
+            with accumulating(self.model, accelerator, last):
+                output = self._forward(
+                    self.model, self.packed.train[part], output_recurrent_states=watch and last
+                )
+                accelerator.backward(output.loss / len(parts))
+            total += output.loss.detach() / len(parts)
         mean = accelerator.reduce(total, reduction="mean").item()
-        if math.isfinite(mean):
+        gradients = gradient_norms(self.unwrapped)
+        if not _not_finite(mean, gradients):
             self.optimizer.step()
-        return mean
+        return mean, gradients, state_norms(output.recurrent_states) if watch else {}
 
-    def _loss(self, model: torch.nn.Module, rows: NDArray[np.int32]) -> torch.Tensor:
-        """Mean cross entropy of the next token over packed rows [B, T + 1], nats per token."""
+    def _forward(
+        self, model: torch.nn.Module, rows: NDArray[np.int32], output_recurrent_states: bool = False
+    ) -> LoopedCausalLMOutput:
+        """Mean cross entropy of the next token over packed rows [B, T + 1], nats per token, as `loss`."""
         tokens = torch.as_tensor(rows, dtype=torch.long, device=self.accelerator.device)
         inputs, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
         positions = None
@@ -235,63 +309,90 @@ class _Run:
                 position_ids=positions,
                 use_cache=False,
                 skip_logits=True,
-            ).loss
-
-    def _log_entry(self, step: int, loss: float, tokens_per_s: float) -> dict[str, Any]:
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        rates = {f"lr/{group['role']}": group["lr"] for group in self.optimizer.param_groups}
-        return {
-            "step": step + 1,
-            "tokens": (step + 1) * self.config.batch_tokens,
-            "loss": loss,
-            "gradient_norm": torch.nn.utils.get_total_norm(gradients).item(),
-            "tokens_per_s": round(tokens_per_s, 1),
-        } | rates
-
-    def _anyone(self, asked: bool) -> bool:
-        """Whether any process was asked to stop, so that all stop after the same step."""
-        if self.accelerator.num_processes == 1:
-            return asked
-        return bool(
-            self.accelerator.reduce(
-                torch.tensor(float(asked), device=self.accelerator.device)
-            ).item()
-        )
-
-    def finish(self, diverged_at: int | None) -> dict[str, Any]:
-        """Evaluate, save the model and close the record."""
-        speed = self.counters.step * self.config.batch_tokens / max(self.counters.wall_s, 1e-9)
-        if diverged_at is not None:
-            return self.write("diverged", diverged_step=diverged_at, tokens_per_s=round(speed, 1))
-        loss, tokens = self._evaluate()
-        if not math.isfinite(loss):
-            return self.write(
-                "diverged", diverged_step=self.record["steps"], tokens_per_s=round(speed, 1)
+                output_recurrent_states=output_recurrent_states,
             )
-        if self.accelerator.is_main_process:
-            model = self.accelerator.unwrap_model(self.model)
-            save_model(model, self.packed.tokenizer, self.config.folder / "checkpoint")
-        self.write("finished", val_loss=loss, val_tokens=tokens, tokens_per_s=round(speed, 1))
-        if self.accelerator.is_main_process:
-            shutil.rmtree(self.config.folder / "state", ignore_errors=True)
+
+    def _log_entry(self, loss: float, norms: dict[str, float]) -> dict[str, Any]:
+        step = self.counters.step
+        rates = {f"lr/{group['role']}": group["lr"] for group in self.optimizer.param_groups}
+        tokens = step * self.config.batch_tokens
+        return {"step": step, "tokens": tokens, "loss": loss} | norms | rates
+
+    def _timing(self) -> dict[str, Any]:
+        step, seconds = self.counters.step, self.counters.wall_s
+        speed = step * self.config.batch_tokens / max(seconds, 1e-9)
+        return {"step": step, "wall_s": round(seconds, 3), "tokens_per_s": round(speed, 1)}
+
+    def finish(self, not_finite: str | None) -> dict[str, Any]:
+        """Evaluate, save the model and close the record."""
+        config, main = self.config, self.accelerator.is_main_process
+        speed = {"tokens_per_s": self._timing()["tokens_per_s"]}
+        if not_finite is None:
+            loss, tokens = self._evaluate()
+            not_finite = None if math.isfinite(loss) else "validation loss"
+        if not_finite is not None:
+            step = self.counters.step
+            return self.write("diverged", diverged_step=step, not_finite=not_finite, **speed)
+        weights = None
+        if self.sharded:
+            weights = gather(self.accelerator, self.unwrapped.named_parameters())
+        on_main_process(self.accelerator, lambda: self._save_model(weights))
+        self.write("finished", val_loss=loss, val_tokens=tokens, **speed)
+        if main:
+            shutil.rmtree(config.folder / "state", ignore_errors=True)
         return self.record
+
+    def _save_model(self, weights: dict[str, torch.Tensor] | None) -> None:
+        folder, model = self.config.folder, self.unwrapped
+        if (
+            weights is not None
+        ):  # fully_shard changes the model's class, whose name the config takes
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(self.architecture)
+        save_model(model, self.packed.tokenizer, folder / "checkpoint", weights)
+        if self.config.samples:
+            saved = AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
+            rows = self.packed.validation[
+                np.arange(min(self.config.samples, len(self.packed.validation)))
+            ]
+            write_samples(
+                saved.to(self.accelerator.device),
+                self.packed.tokenizer,
+                rows,
+                folder / "samples.md",
+            )
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[float, int]:
         """Mean loss over the whole validation split, nats per token, and the number of tokens scored."""
-        rows, size = len(self.packed.validation), self.config.evaluation_rows
-        # Not the wrapped model: its forward pass talks to other processes, which may have no batch left.
-        model = self.accelerator.unwrap_model(self.model).eval()
-        total = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)
+        validation, size = self.packed.validation, self.config.evaluation_rows
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        for start in range(rank * size, rows, world * size):
-            batch = self.packed.validation[np.arange(start, min(start + size, rows))]
-            tokens = len(batch) * self.config.data.sequence_length
+        model = self.unwrapped.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)
+        for first in range(0, len(validation), world * size):
+            start = first + rank * size
+            mine = start < len(validation)
+            # All processes must pass through a sharded model equally often: one without rows left repeats the first.
+            start = start if mine else 0
+            batch = validation[np.arange(start, min(start + size, len(validation)))]
+            tokens = len(batch) * self.config.data.sequence_length if mine else 0
             total += torch.tensor(
-                [self._loss(model, batch).item() * tokens, tokens], dtype=torch.float64
-            )
+                [self._forward(model, batch).loss.item() * tokens, tokens], dtype=torch.float64
+            ).to(total.device)
         nats, tokens = self.accelerator.reduce(total, reduction="sum").tolist()
         return nats / tokens, int(tokens)
+
+
+def _not_finite(loss: float, gradients: dict[str, float]) -> str:
+    """Name what is not finite; empty if all is well."""
+    values = {"loss": loss, **gradients}
+    return ", ".join(name for name, value in values.items() if not math.isfinite(value))
+
+
+def _seed(seed: int, step: int, process: int) -> None:
+    """Seed the random numbers of a step (noise of the initial state, dropout), so that no generator's state is kept."""
+    words = np.random.SeedSequence((seed, step, process)).generate_state(1, np.uint64)
+    torch.manual_seed(int(words[0]))
 
 
 def _micro_rows(config: TrainingConfig, processes: int) -> int:
@@ -310,21 +411,3 @@ def _micro_rows(config: TrainingConfig, processes: int) -> int:
         return config.micro_batch_rows
     most = max(1, MICRO_BATCH_TOKENS // config.data.sequence_length)
     return max(rows for rows in range(1, min(share, most) + 1) if share % rows == 0)
-
-
-@contextmanager
-def _log(path: Path, first: int, write: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Append entries to a JSONL log; entries after the step that the run resumes from are dropped."""
-    if not write:
-        yield lambda entry: None
-        return
-    kept = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    kept = [line for line in kept if line.endswith("\n") and json.loads(line)["step"] <= first]
-    with path.open("w") as file:
-        file.writelines(kept)
-
-        def log(entry: dict[str, Any]) -> None:
-            file.write(json.dumps(entry) + "\n")
-            file.flush()
-
-        yield log

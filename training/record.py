@@ -5,7 +5,6 @@ Columns and units are those of the run table (`scaling.runs`); counts come from 
 
 import hashlib
 import json
-import os
 import subprocess
 from dataclasses import asdict
 from importlib.metadata import version
@@ -24,11 +23,13 @@ from hf_looped.accounting import (
 )
 
 from .config import TrainingConfig
+from .files import write_text
+from .initial import architecture_to_train
 from .tokenizer import load_tokenizer
 
 SCHEMA_VERSION = 1
 # Fields that all runs of one law share; the rest are its axes, its variants, or matters of the machine.
-RECIPE = ("batch_tokens", "data", "optimizer", "transfer")
+RECIPE = ("batch_tokens", "data", "init_from", "optimizer", "transfer")
 VERSIONED = ("torch", "transformers", "accelerate", "datasets", "tokenizers")
 
 
@@ -37,22 +38,36 @@ def architecture_of(
 ) -> LoopedConfig:
     """Return the model config of a run; given the tokenizer, with its special tokens, and its size checked.
 
-    The vocabulary is `model.vocab_size`, or the tokenizer's rounded up to a multiple of 64; it does not depend on the
-    corpus, so that a run's FLOPs are known before there is any data.
+    With `init_from` it is the checkpoint's, with the run's recurrences. Else the vocabulary is `model.vocab_size`, or
+    the tokenizer's rounded up to a multiple of 64; it does not depend on the corpus, so that a run's FLOPs are known
+    before there is any data.
     """
+    if config.init_from is not None:
+        architecture = architecture_to_train(
+            config.init_from,
+            config.model.recurrences,
+            config.model.num_backprop_recurrences,
+            config.data.sequence_length,
+        )
+        _check_vocabulary(architecture.vocab_size, tokenizer)
+        return architecture
     vocab_size = config.model.vocab_size or -(-_planned_vocabulary(config) // 64) * 64
     ids: dict[str, int | None] = {}
     if tokenizer is not None:
-        if len(tokenizer) > vocab_size:
-            raise ValueError(
-                f"model.vocab_size is {vocab_size}, but the tokenizer has {len(tokenizer)} tokens. "
-                f"Raise it to at least {len(tokenizer)}, leave it out, or use a smaller tokenizer."
-            )
+        _check_vocabulary(vocab_size, tokenizer)
         ids = {
             f"{name}_token_id": getattr(tokenizer, f"{name}_token_id")
             for name in ("bos", "eos", "pad")
         }
     return config.model.build(vocab_size, config.data.sequence_length, **ids)
+
+
+def _check_vocabulary(vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    if tokenizer is not None and len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"model.vocab_size is {vocab_size}, but the tokenizer has {len(tokenizer)} tokens. "
+            f"Raise it to at least {len(tokenizer)}, leave it out, or use a smaller tokenizer."
+        )
 
 
 def _planned_vocabulary(config: TrainingConfig) -> int:
@@ -92,6 +107,7 @@ def describe(config: TrainingConfig, architecture: LoopedConfig) -> dict[str, An
         "sequence_length": config.data.sequence_length,
         "vocab_size": architecture.vocab_size,
         "injection": architecture.injection,
+        "init_from": config.init_from,
         "backprop_recurrences": architecture.backprop_recurrences,
         "budget_flops": float(config.budget_flops or train_flops * tokens),
         "train_flops_per_token": train_flops,
@@ -133,9 +149,7 @@ def environment() -> dict[str, Any]:
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
     """Replace run.json in one step, so that a reader sees the old record or the new one."""
-    partial = folder / "run.json.partial"
-    partial.write_text(json.dumps(record, indent=1))
-    os.replace(partial, folder / "run.json")
+    write_text(folder / "run.json", json.dumps(record, indent=1))
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:

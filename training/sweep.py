@@ -1,46 +1,46 @@
 """`python -m training.sweep --grid NAME --out DIR`: plan a grid, run what is missing, write the run table.
 
 On CPUs each core runs single-threaded runs in a process of its own (twice the throughput of one run on two threads); on
-GPUs, or with --launch, each run is one `accelerate launch` after another. Finished runs are skipped, half-finished ones
-resumed, failed ones tried again. Exit status: 0 all finished or diverged, 1 some failed, 2 bad input, 130 interrupted.
+GPUs, or with --launch, each run is one `accelerate launch` after another; with --submit each is a job of a cluster.
+Finished runs are skipped, half-finished ones resumed, failed ones tried again with --retry-failed. Several sweeps may
+work on one folder, on one machine or many: each run is trained by one of them.
+
+Exit status: 0 all finished or diverged, or in the hands of another sweep or of submitted jobs; 1 some failed; 2 bad
+input; 130 interrupted. `python -m training.sweep status DIR` says where every run stands.
 """
 
 import argparse
-import multiprocessing
 import os
-import queue
 import signal
-import subprocess
 import sys
-import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
-from rich.table import Table
+from rich.filesize import decimal
 
-from scaling.runs import collect_runs, write_table
-
-from .config import TrainingConfig, save_config
+from . import status
+from .claims import CLAIMED, holder
+from .costs import MFU, PEAK_FLOPS, disk, free_bytes, needs, plan_table
 from .data import check_tokens, prepare
 from .grid import PlannedRun, expand, load_grid, plan
-from .loop import Interrupted, Progress, ended_record, train
+from .launch import ENDED, recipe_of, result, start, stop
+from .ledger import write_plan, write_runs
+from .loop import ended_record
 from .record import read_record
+from .slurm import submit
+from .workers import Outcome, run_here
 
-Outcome = dict[str, str]  # run id → status, or the error's text
-ENDED = ("finished", "diverged")
+FAILED_BEFORE = "failed before"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse arguments, plan, run, and write DIR/runs.csv."""
-    options = _parser().parse_args(arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["status"]:
+        return status.main(arguments[1:])
+    options = _parser().parse_intermixed_args(arguments)
     console = Console(stderr=True)
     # Both end the sweep with all states saved, also where a shell started it with SIGINT ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -48,18 +48,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.jobs is not None and options.jobs < 1:
             raise ValueError(f"--jobs is {options.jobs}: at least one run at a time is needed.")
+        out, launch = Path(options.out), options.launch or torch.cuda.is_available()
         runs = plan(expand(load_grid(options.grid), options.out, options.fields))
-        jobs = (
-            1
-            if options.launch or torch.cuda.is_available()
-            else options.jobs or os.cpu_count() or 1
-        )
+        jobs = len(runs) if options.submit else 1 if launch else options.jobs or os.cpu_count() or 1
         console.print(plan_table(runs, jobs))
+        console.print(needs(runs, jobs, options.mfu, options.peak_flops), highlight=False)
         if options.dry_run:
             return 0
-        return run_grid(
-            runs, Path(options.out), jobs, options.launch or torch.cuda.is_available(), console
-        )
+        if options.submit:
+            return submit_grid(
+                runs, out, options.submit, options.slurm, console, retry_failed=options.retry_failed
+            )
+        return run_grid(runs, out, jobs, launch, console, retry_failed=options.retry_failed)
     except (ValueError, OSError) as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False)
         return 2
@@ -72,72 +72,111 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m training.sweep",
         description="Train a grid of looped and unlooped models of equal executed depth.",
+        epilog="python -m training.sweep status DIR says where every run of a folder stands.",
     )
-    parser.add_argument(
-        "--grid", required=True, metavar="NAME", help="a grid of training/grids, or a YAML file"
+    add = parser.add_argument
+    add("--grid", required=True, metavar="NAME", help="a grid of training/grids, or a YAML file")
+    add("--out", required=True, metavar="DIR", help="folder of the runs, their data and runs.csv")
+    add("--dry-run", action="store_true", help="print the plan and stop")
+    add("--jobs", type=int, metavar="N", help="runs at a time on CPUs (default: one per core)")
+    add("--launch", action="store_true", help="start each run with accelerate launch, as on GPUs")
+    add("--retry-failed", action="store_true", help="try again what failed before")
+    add("--submit", choices=("slurm", "local"), help="one job a run, through submitit")
+    add(
+        "--slurm",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="key=value",
+        help="of submitit's executor: timeout_min=240 gpus_per_node=8 slurm_partition=long …",
     )
-    parser.add_argument(
-        "--out", required=True, metavar="DIR", help="folder of the runs, their data and runs.csv"
+    add(
+        "--mfu", type=float, default=MFU, help=f"share of the peak for GPU-hours (default: {MFU:g})"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-    parser.add_argument(
-        "--jobs", type=int, metavar="N", help="runs at a time on CPUs (default: one per core)"
+    add(
+        "--peak-flops",
+        type=float,
+        default=PEAK_FLOPS,
+        metavar="F",
+        help=f"FLOPs per second of a GPU (default: {PEAK_FLOPS:g}, an H100 in dense bfloat16)",
     )
-    parser.add_argument(
-        "--launch", action="store_true", help="start each run with accelerate launch, as on GPUs"
-    )
-    parser.add_argument(
+    add(
         "fields",
         nargs="*",
         metavar="field=value",
-        help="override the recipe, e.g. data.corpus=text",
+        help="override the recipe, e.g. data.corpus=text; before --slurm",
     )
     return parser
 
 
-def plan_table(runs: Sequence[PlannedRun], jobs: int) -> Table:
-    """Table of the plan: parameters, tokens, steps, FLOPs and estimated time of each run, and their sums."""
-    total, flops = (
-        sum(run.seconds for run in runs) / jobs,
-        sum(run.record["total_flops"] for run in runs),
-    )
-    table = Table(
-        title=f"{len(runs)} runs, {flops:.3g} FLOPs, about {_duration(total)} with {jobs} at a time",
-        caption="N: parameters without embeddings and norms. Time: FLOPs at the rate measured for one layer here.",
-    )
-    for name in ("run", "N", "tokens", "steps", "FLOPs", "time"):
-        table.add_column(name, justify="left" if name == "run" else "right", overflow="fold")
-    for run in runs:
-        record = run.record
-        n = record["n_once"] + record["n_rec"]
-        flops_of_run = f"{record['total_flops']:.3g}"
-        table.add_row(
-            run.config.name,
-            f"{n:,}",
-            f"{record['tokens']:,}",
-            f"{record['steps']:,}",
-            flops_of_run,
-            _duration(run.seconds),
-        )
-    return table
-
-
 def run_grid(
-    runs: Sequence[PlannedRun], out: Path, jobs: int, launch: bool, console: Console
+    runs: Sequence[PlannedRun],
+    out: Path,
+    jobs: int,
+    launch: bool,
+    console: Console,
+    *,
+    retry_failed: bool = False,
 ) -> int:
     """Run what has not ended, longest first, and write out/runs.csv; return the exit status."""
+    missing, outcome = _begin(runs, out, jobs, retry_failed, console)
+    try:
+        outcome |= _launch_each(missing) if launch else run_here(missing, jobs, console)
+    finally:
+        write_runs(out)
+    return _report(outcome, out, console)
+
+
+def submit_grid(
+    runs: Sequence[PlannedRun],
+    out: Path,
+    cluster: str,
+    settings: Sequence[str],
+    console: Console,
+    *,
+    retry_failed: bool = False,
+) -> int:
+    """Submit a job for each run that has not ended and that nobody trains; return the exit status."""
+    missing, outcome = _begin(runs, out, len(runs), retry_failed, console)
+    free = [run for run in missing if holder(run.config.folder) is None]
+    jobs = submit(free, out, cluster, settings)
+    write_runs(out)
+    for run, job in zip(free, jobs, strict=True):
+        console.print(f"job {job.job_id}: {run.config.name}", highlight=False)
+    console.print(
+        f"{len(jobs)} jobs submitted, {len(missing) - len(free)} runs are being trained already; logs in "
+        f"{out / 'jobs'}. Where they stand: python -m training.sweep status {out}",
+        highlight=False,
+    )
+    return 1 if FAILED_BEFORE in outcome.values() else 0
+
+
+def _begin(
+    runs: Sequence[PlannedRun], out: Path, jobs: int, retry_failed: bool, console: Console
+) -> tuple[list[PlannedRun], Outcome]:
+    """Check and prepare the data, write the plan; return what is to run, longest first, and what has ended."""
     data = runs[0].config.data
     if any(run.config.data != data for run in runs):
         raise ValueError(
             "data differs between variants: all runs of a grid must read the same rows."
         )
+    outcome = {run.config.name: status for run in runs if (status := _ended_as(run, retry_failed))}
+    missing = [run for run in runs if run.config.name not in outcome]
+    missing.sort(key=lambda run: -run.seconds)
+    need, free = disk(missing, jobs).peak, free_bytes(out)
+    if need > free:
+        console.print(
+            f"The runs that are missing need {decimal(need)} of disk, and {out} has {decimal(free)} left. Free some, "
+            "lower checkpoints_kept or --jobs, or choose another --out.",
+            style="yellow",
+            highlight=False,
+        )
     packed = prepare(data, runs[0].config.data_folder, progress=True)
     check_tokens(packed, max(run.record["tokens"] for run in runs), data.allow_repeat)
-    ended = {run.config.name: status for run in runs if (status := _ended_as(run))}
-    missing = [run for run in runs if run.config.name not in ended]
-    missing.sort(key=lambda run: -run.seconds)
+    write_plan(runs, out)
+    ended = sum(status in ENDED for status in outcome.values())
     if ended:
-        console.print(f"{len(ended)} of {len(runs)} runs have ended before and are skipped.")
+        console.print(f"{ended} of {len(runs)} runs have ended before and are skipped.")
     others = {path.parent.name for path in out.glob("*/run.json")} - {r.config.name for r in runs}
     if others:
         console.print(
@@ -145,227 +184,69 @@ def run_grid(
             f"{', '.join(sorted(others)[:3])}{', …' if len(others) > 3 else ''}",
             style="yellow",
         )
-    try:
-        outcome = _launch_each(missing) if launch else _run_in_pool(missing, jobs, console)
-    finally:
-        write_runs(out)
-    outcome |= ended
-    failed = {name: status for name, status in outcome.items() if status not in ENDED}
-    diverged = [name for name, status in outcome.items() if status == "diverged"]
-    for name, status in failed.items():
-        console.print(f"failed: {name}: {status}", style="red", markup=False, highlight=False)
-    for name in diverged:
-        console.print(f"diverged: {name}", style="yellow", markup=False, highlight=False)
-    finished = len(runs) - len(failed) - len(diverged)
-    console.print(
-        f"{finished} of {len(runs)} runs finished; table in {out / 'runs.csv'}", highlight=False
-    )
-    return 1 if failed else 0
+    return missing, outcome
 
 
-def write_runs(out: Path) -> None:
-    """Rebuild out/runs.csv from the run records, if there is any."""
-    if any(out.glob("*/run.json")):
-        write_table(collect_runs(out), out / "runs.csv")
-
-
-def _ended_as(run: PlannedRun) -> str | None:
+def _ended_as(run: PlannedRun, retry_failed: bool) -> str | None:
     """How a run has ended before, if it has; another recipe's run has not, and is refused when trained."""
     try:
         record = ended_record(run.config)
     except ValueError:
         return None
-    return str(record["status"]) if record else None
+    if record:
+        return str(record["status"])
+    failed = (read_record(run.config.folder) or {}).get("status") == "failed"
+    return FAILED_BEFORE if failed and not retry_failed else None
+
+
+def _report(outcome: Outcome, out: Path, console: Console) -> int:
+    """Say what became of the runs; return the exit status."""
+
+    def those(status: str) -> list[str]:
+        return [name for name, found in outcome.items() if found == status]
+
+    for name, text in outcome.items():
+        if text not in (*ENDED, CLAIMED, FAILED_BEFORE):
+            console.print(f"failed: {name}: {text}", style="red", markup=False, highlight=False)
+    for name in those("diverged"):
+        console.print(f"diverged: {name}", style="yellow", markup=False, highlight=False)
+    if again := those(FAILED_BEFORE):
+        console.print(
+            f"{len(again)} runs failed before and were skipped ({', '.join(again[:3])}"
+            f"{', …' if len(again) > 3 else ''}); --retry-failed tries them again.",
+            style="red",
+            highlight=False,
+        )
+    if claimed := those(CLAIMED):
+        console.print(
+            f"{len(claimed)} runs are being trained by another sweep: python -m training.sweep status {out}",
+            style="yellow",
+            highlight=False,
+        )
+    console.print(
+        f"{len(those('finished'))} of {len(outcome)} runs finished; table in {out / 'runs.csv'}",
+        highlight=False,
+    )
+    return 0 if set(outcome.values()) <= {*ENDED, CLAIMED} else 1
 
 
 def _launch_each(runs: Sequence[PlannedRun]) -> Outcome:
     """Run one after another, each with `accelerate launch` on all devices it finds."""
     outcome: Outcome = {}
+    command = [sys.executable, "-m", "accelerate.commands.launch", "-m", "training", "--config"]
     for run in runs:
-        recipe = Path(run.config.out) / "recipes" / f"{run.config.name}.yaml"
-        recipe.parent.mkdir(parents=True, exist_ok=True)
-        save_config(run.config, recipe)
-        command = [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "-m",
-            "training",
-            "--config",
-            str(recipe),
-        ]
-        process = subprocess.Popen(command)
+        if holder(run.config.folder) is not None:
+            outcome[run.config.name] = CLAIMED
+            continue
+        process = start([*command, str(recipe_of(run.config))])
         try:
             process.wait()
         except KeyboardInterrupt:
-            process.wait()  # it was interrupted too, and saves its state
+            stop(process, run.config.folder)
+            process.wait()
             raise
-        record = read_record(run.config.folder) or {"status": "failed"}
-        status = record["status"]
-        outcome[run.config.name] = (
-            status if status in ENDED else record.get("error", "it ended without a record")
-        )
+        outcome[run.config.name] = result(run.config.folder)
     return outcome
-
-
-def _run_in_pool(runs: Sequence[PlannedRun], jobs: int, console: Console) -> Outcome:
-    """Run several at a time, each on one thread of a process of its own, with a bar for each and one for all."""
-    context = multiprocessing.get_context("spawn")
-    news, stop = context.Queue(), context.Event()
-    outcome: Outcome = {}
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[state]}"),
-        TimeElapsedColumn(),
-    )
-    with (
-        _single_threaded(),
-        ProcessPoolExecutor(
-            jobs, mp_context=context, initializer=_set_up_worker, initargs=(news, stop)
-        ) as pool,
-        Bars(*columns, console=console) as bars,
-    ):
-        board = _Board(bars, runs, jobs)
-        pending: dict[Future[str], PlannedRun] = {
-            pool.submit(_work, run.config): run for run in runs
-        }
-        try:
-            while pending:
-                done, _ = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
-                _drain(news, board.show)
-                for future in done:
-                    run = pending.pop(future)
-                    outcome[run.config.name] = _result(future)
-                    board.end(run)
-        except KeyboardInterrupt:
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-    return outcome
-
-
-def _result(future: "Future[str]") -> str:
-    try:
-        return future.result()
-    except BrokenProcessPool:
-        return "its process, or one beside it, died (out of memory?); run the sweep again to go on"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def _drain(news: Any, show: Callable[[str, Progress], None]) -> None:
-    while True:
-        try:
-            show(*news.get_nowait())
-        except queue.Empty:
-            return
-
-
-class _Board:
-    """Bars of the running runs, and one for the whole grid weighted by FLOPs, with the time left."""
-
-    def __init__(self, bars: Bars, runs: Sequence[PlannedRun], jobs: int) -> None:
-        self.bars, self.jobs = bars, jobs
-        self.seconds = {run.config.name: run.seconds for run in runs}
-        self.done = dict.fromkeys(self.seconds, 0.0)  # share of each run
-        self.tasks: dict[str, TaskID] = {}
-        self.all = bars.add_task(
-            "grid", total=max(sum(self.seconds.values()), 1e-9), state="starting"
-        )
-
-    def show(self, name: str, progress: Progress) -> None:
-        """Update a run's bar."""
-        if name not in self.tasks:
-            self.tasks[name] = self.bars.add_task(name, total=progress.steps, state="")
-        state = (
-            f"{progress.step}/{progress.steps} steps, loss {progress.loss:.3f}, "
-            f"{progress.tokens_per_s:,.0f} tokens/s"
-        )
-        self.bars.update(self.tasks[name], completed=progress.step, state=state)
-        self.done[name] = progress.step / progress.steps
-        self._show_all()
-
-    def end(self, run: PlannedRun) -> None:
-        """Take away a run's bar."""
-        self.done[run.config.name] = 1.0
-        if run.config.name in self.tasks:
-            self.bars.remove_task(self.tasks.pop(run.config.name))
-        self._show_all()
-
-    def _show_all(self) -> None:
-        completed = sum(self.seconds[name] * share for name, share in self.done.items())
-        total = sum(self.seconds.values())
-        elapsed = self.bars.tasks[0].elapsed or 0.0
-        left = elapsed * (total - completed) / completed if completed else total / self.jobs
-        ended = sum(share == 1.0 for share in self.done.values())
-        self.bars.update(
-            self.all,
-            completed=completed,
-            state=f"{ended}/{len(self.done)} runs, about {_duration(left)} left",
-        )
-
-
-_news: Any = None
-_stop: Any = None
-
-
-def _set_up_worker(news: Any, stop: Any) -> None:
-    """Prepare a worker process: one thread; interrupts reach it through the parent's `stop`."""
-    global _news, _stop
-    _news, _stop = news, stop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    warnings.simplefilter("ignore", UserWarning)  # the plan has shown them
-    torch.set_num_threads(1)
-
-
-def _work(config: TrainingConfig) -> str:
-    """Train one run in a worker; returns its status."""
-    try:
-        if _stop_asked():
-            return "interrupted"
-        record = train(config, lambda progress: _news.put((config.name, progress)), _stop_asked)
-        return str(record["status"])
-    except Interrupted:
-        return "interrupted"
-    finally:
-        if _orphaned():
-            os._exit(1)  # nobody is left to take the result or to hand out more
-
-
-def _stop_asked() -> bool:
-    """Whether the sweep was interrupted, or was killed and leaves this worker behind."""
-    return bool(_stop.is_set()) or _orphaned()
-
-
-def _orphaned() -> bool:
-    parent = multiprocessing.parent_process()
-    return parent is not None and not parent.is_alive()
-
-
-@contextmanager
-def _single_threaded() -> Any:
-    """Environment that child processes start with: one thread each for OpenMP, BLAS and tokenizers."""
-    names = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(names)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.0f} days"
 
 
 if __name__ == "__main__":

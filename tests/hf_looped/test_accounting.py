@@ -39,20 +39,26 @@ def paper_config(s, r, **fields):
 
 
 configs = st.builds(
-    lambda heads, groups, head, injection, layers, r, lanes, vocab, tied, mlp: LoopedConfig(
-        vocab_size=vocab,
-        hidden_size=8 * heads,
-        intermediate_size=mlp,
-        num_attention_heads=heads * groups,
-        num_key_value_heads=heads,
-        head_dim=head,
-        num_prelude_layers=layers[0],
-        num_recurrent_layers=layers[1],
-        num_coda_layers=layers[2],
-        num_recurrences=r,
-        injection=injection,
-        num_lanes=lanes,
-        tie_word_embeddings=tied,
+    lambda heads, groups, head, injection, layers, r, lanes, vocab, tied, mlp, options: (
+        LoopedConfig(
+            vocab_size=vocab,
+            hidden_size=8 * heads,
+            intermediate_size=mlp,
+            gated_mlp=options[0],
+            qk_norm=options[1],
+            embedding_norm=options[2],
+            recurrent_norm=options[3],
+            num_attention_heads=heads * groups,
+            num_key_value_heads=heads,
+            head_dim=head,
+            num_prelude_layers=layers[0],
+            num_recurrent_layers=layers[1],
+            num_coda_layers=layers[2],
+            num_recurrences=r,
+            injection=injection,
+            num_lanes=lanes,
+            tie_word_embeddings=tied,
+        )
     ),
     st.integers(1, 4),
     st.integers(1, 3),
@@ -64,6 +70,7 @@ configs = st.builds(
     st.integers(8, 40),
     st.booleans(),
     st.sampled_from([None, 24]),
+    st.tuples(*[st.booleans()] * 4),
 )
 
 
@@ -115,6 +122,9 @@ def counted_flops(config, length, rows=2):
         {"injection": "linear", "state_init": "normal", "num_backprop_recurrences": 1},
         {"injection": "linear", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
         {"injection": "passthrough", "num_prelude_layers": 0, "num_coda_layers": 0},
+        {"gated_mlp": True, "intermediate_size": 88, "num_backprop_recurrences": 3},
+        {"qk_norm": False, "embedding_norm": False, "recurrent_norm": False},
+        {"residual_multiplier": 0.25},
     ],
     ids=str,
 )

@@ -125,6 +125,15 @@ def test_a_compiled_forward_is_eager(tiny_model, tokens, injection, rs):
         ({"injection": "additive", "num_backprop_recurrences": 1}, False),
         ({"injection": "passthrough", "tie_word_embeddings": True}, True),
         ({"injection": "hyperconnections"}, False),
+        (
+            {
+                **dict.fromkeys(("qk_norm", "embedding_norm", "recurrent_norm"), False),
+                "gated_mlp": True,
+                "residual_multiplier": 0.25,
+                "final_logit_softcapping": None,
+            },
+            True,
+        ),
     ],
     ids=str,
 )

@@ -65,6 +65,8 @@ def test_defaults_are_those_of_table_4(tiny_config):
     assert config.final_logit_softcapping == 15.0
     assert not config.tie_word_embeddings
     assert config.attention_dropout == 0.0
+    assert (config.qk_norm, config.embedding_norm, config.recurrent_norm) == (True, True, True)
+    assert (config.gated_mlp, config.residual_multiplier) == (False, 1.0)
     assert config.initial_state == "prelude"
     assert tiny_config(injection="additive").initial_state == "zeros"
 
@@ -79,7 +81,13 @@ def test_executed_layers_follow_the_sections_and_r(tiny_config):
 
 def test_saved_config_comes_back_equal_and_keeps_no_derived_value(tiny_config, tmp_path):
     config = tiny_config(
-        injection="linear", state_init="normal", num_backprop_recurrences=2, num_key_value_heads=1
+        injection="linear",
+        state_init="normal",
+        num_backprop_recurrences=2,
+        num_key_value_heads=1,
+        gated_mlp=True,
+        qk_norm=False,
+        residual_multiplier=0.25,
     )
     config.save_pretrained(tmp_path)
     assert "num_hidden_layers" not in json.loads((tmp_path / "config.json").read_text())
@@ -161,6 +169,11 @@ def test_tables_keep_their_length_when_a_checkpoint_is_loaded_with_fewer_recurre
         ({"num_recurrent_layers": 0}, "num_recurrent_layers is 0: must be at least 1"),
         ({"num_coda_layers": -1}, "num_coda_layers is -1: must not be negative"),
         ({"vocab_size": 0}, "vocab_size is 0: must be at least 1"),
+        ({"residual_multiplier": 0}, "residual_multiplier is 0: must be positive and finite"),
+        ({"residual_multiplier": -1.0}, "residual_multiplier is -1.0: must be positive"),
+        ({"residual_multiplier": float("inf")}, "residual_multiplier is inf: .* finite"),
+        ({"residual_multiplier": float("nan")}, "residual_multiplier is nan: .* finite"),
+        ({"gated_mlp": "silu"}, "gated_mlp.*expected bool, got str"),
         ({"state_seed": -1}, r"state_seed is -1: must lie in 0..2\^31 - 1"),
         (
             {"num_hidden_layers": 7},

@@ -35,11 +35,10 @@ def plain_rms_norm(x, weight):
     return x / (x.square().mean(dim=-1, keepdim=True) + EPS).sqrt() * weight
 
 
-def plain_rotary_norm(x):
+def plain_rotary(x):
     """Pairs as complex numbers, turned by e^(i·angle)."""
     turned = torch.complex(*x.chunk(2, dim=-1)) * torch.complex(COS, SIN)
-    turned = torch.cat((turned.real, turned.imag), dim=-1).transpose(1, 2)
-    return plain_rms_norm(turned, 1.0)
+    return torch.cat((turned.real, turned.imag), dim=-1).transpose(1, 2)
 
 
 OPERATIONS = {
@@ -50,7 +49,12 @@ OPERATIONS = {
     ),
     "RotaryNorm": (
         lambda x: cpu_ops.RotaryNorm.apply(x, COS, SIN, EPS),
-        plain_rotary_norm,
+        lambda x: plain_rms_norm(plain_rotary(x), 1.0),
+        ((B, T, H, C),),
+    ),
+    "Rotary": (
+        lambda x: cpu_ops.Rotary.apply(x, COS, SIN),
+        plain_rotary,
         ((B, T, H, C),),
     ),
     "ReluSquared": (
@@ -327,6 +331,8 @@ def plainly(monkeypatch):
         {"injection": "additive", "num_backprop_recurrences": 1},
         {"injection": "passthrough", "hidden_act": "gelu"},
         {"injection": "hyperconnections"},
+        {"qk_norm": False, "gated_mlp": True},
+        {"recurrent_norm": False, "embedding_norm": False, "residual_multiplier": 0.25},
     ],
 )
 def test_gradients_of_the_model_are_those_of_the_plain_operations(

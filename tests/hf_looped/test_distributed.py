@@ -32,12 +32,18 @@ MODELS = {
     "passthrough": {"injection": "passthrough"},
     "hyperconnections": {"injection": "hyperconnections"},
     "tied": {"tie_word_embeddings": True},
+    "gated": {
+        "gated_mlp": True,
+        "qk_norm": False,
+        "embedding_norm": False,
+        "recurrent_norm": False,
+    },
 }
 WITH_LOGITS, MINIMAL_MEMORY = "with-logits", "minimal-memory"  # checkpointing and no logits
 CASES = [
     *product(("ddp", "fully_shard"), ("linear",), (WITH_LOGITS,)),
     *product(("ddp", "fully_shard"), MODELS, (MINIMAL_MEMORY,)),
-    *product(("tensor", "plan"), ("linear",), (WITH_LOGITS,)),
+    *product(("tensor", "plan"), ("linear", "gated"), (WITH_LOGITS,)),
     *product(("tensor", "plan"), ("tied",), (MINIMAL_MEMORY,)),
     *product(("accelerate",), ("linear", "tied"), (MINIMAL_MEMORY,)),
 ]

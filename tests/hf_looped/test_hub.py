@@ -141,6 +141,11 @@ def foreign(tiny_model, tokenizer, tmp_path_factory):
     torch.save(ids, folder / "ids.pt")
     made = {name: tiny_model(injection=name) for name in INJECTIONS}
     made["tied"] = tiny_model(tie_word_embeddings=True)
+    made["llama-like"] = tiny_model(
+        **dict.fromkeys(("qk_norm", "embedding_norm", "recurrent_norm"), False),
+        gated_mlp=True,
+        residual_multiplier=0.25,
+    )
     for injection in INJECTIONS:
         sentinels = tiny_model(injection=injection)
         with torch.no_grad():
@@ -155,7 +160,7 @@ def foreign(tiny_model, tokenizer, tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize("name", [*INJECTIONS, "tied"])
+@pytest.mark.parametrize("name", [*INJECTIONS, "tied", "llama-like"])
 def test_an_export_gives_the_same_logits_and_tokens_where_hf_looped_is_not_installed(foreign, name):
     model, loaded = foreign.models[name], foreign.results[f"{name}_export"]
     assert torch.equal(loaded["logits"], logits(model, foreign.ids))
@@ -168,7 +173,9 @@ def test_an_export_gives_the_same_logits_and_tokens_where_hf_looped_is_not_insta
     assert torch.equal(loaded["hidden"], expected)  # AutoModel on a folder with an LM head
 
 
-@pytest.mark.parametrize("name", [*INJECTIONS, *(f"{i}-sentinels" for i in INJECTIONS), "tied"])
+@pytest.mark.parametrize(
+    "name", [*INJECTIONS, *(f"{i}-sentinels" for i in INJECTIONS), "tied", "llama-like"]
+)
 def test_every_tensor_of_an_export_loads_where_hf_looped_is_not_installed(foreign, name):
     """The sentinels are numbers that no initialisation would give."""
     expected, weights = (

@@ -115,7 +115,12 @@ def turn(x, position):
     return y
 
 
-def block(weights, prefix, xs, heads, kv_heads):
+def block(weights, prefix, xs, c):
+    heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
+
+    def unit(x):
+        return norm(x) if c.qk_norm else x
+
     def w(name):
         return weights[f"{prefix}.{name}.weight"]
 
@@ -128,16 +133,22 @@ def block(weights, prefix, xs, heads, kv_heads):
             rows = slice(head * size, (head + 1) * size)
             group = head * kv_heads // heads
             kv_rows = slice(group * size, (group + 1) * size)
-            query = norm(turn(w("self_attn.q_proj")[rows] @ normed[t], t))
+            query = unit(turn(w("self_attn.q_proj")[rows] @ normed[t], t))
             scores = []
             for s in range(t + 1):
-                key = norm(turn(w("self_attn.k_proj")[kv_rows] @ normed[s], s))
+                key = unit(turn(w("self_attn.k_proj")[kv_rows] @ normed[s], s))
                 scores.append(math.exp(float(query @ key) / math.sqrt(size)))
             values = [w("self_attn.v_proj")[kv_rows] @ normed[s] for s in range(t + 1)]
             out.append(sum(p * v for p, v in zip(scores, values, strict=True)) / sum(scores))
-        x = xs[t] + w("self_attn.o_proj") @ torch.cat(out)
-        up = w("mlp.up_proj") @ norm(x, w("post_attention_layernorm"))
-        after.append(x + w("mlp.down_proj") @ (up.clamp(min=0) ** 2))
+        x = xs[t] + c.residual_multiplier * (w("self_attn.o_proj") @ torch.cat(out))
+        read = norm(x, w("post_attention_layernorm"))
+        hidden = w("mlp.up_proj") @ read
+        if c.gated_mlp:
+            gate = w("mlp.gate_proj") @ read
+            hidden = hidden * gate / (1 + torch.exp(-gate))
+        else:
+            hidden = hidden.clamp(min=0) ** 2
+        after.append(x + c.residual_multiplier * (w("mlp.down_proj") @ hidden))
     return after
 
 
@@ -149,13 +160,12 @@ def naive_logits(model, row, initial):
     def run(name, layers, xs):
         for i in range(layers):
             prefix = f"model.{name}.{i}"
-            xs = block(weights, prefix, xs, c.num_attention_heads, c.num_key_value_heads)
+            xs = block(weights, prefix, xs, c)
         return xs
 
-    xs = [
-        norm(weights["model.embed_tokens.weight"][t], weights["model.embed_norm.weight"])
-        for t in row
-    ]
+    xs = [weights["model.embed_tokens.weight"][t] for t in row]
+    if c.embedding_norm:
+        xs = [norm(x, weights["model.embed_norm.weight"]) for x in xs]
     es = run("prelude", c.num_prelude_layers, xs)
     hs = initial(es)
     lanes = [[h] * c.num_lanes for h in hs]
@@ -170,8 +180,9 @@ def naive_logits(model, row, initial):
         else:
             alpha = weights["model.injection.alpha"][t]
             us = [sum(alpha[k] * lane[k] for k in range(c.num_lanes)) for lane in lanes]
-        ys = run("recurrent", c.num_recurrent_layers, us)
-        hs = [norm(y, weights["model.recurrent_norm.weight"]) for y in ys]
+        hs = run("recurrent", c.num_recurrent_layers, us)
+        if c.recurrent_norm:
+            hs = [norm(h, weights["model.recurrent_norm.weight"]) for h in hs]
         if c.injection == "hyperconnections":
             mixing, beta = weights["model.injection.mixing"][t], weights["model.injection.beta"][t]
             lanes = [
@@ -224,3 +235,33 @@ def test_logits_are_those_of_a_naive_loop_over_tokens_heads_and_recurrences(
         expected = naive_logits(model, row[0], initial)
     assert expected.std() > 0.5  # the logits differ by far more than the tolerance
     torch.testing.assert_close(actual, expected, rtol=0, atol=3e-5)
+
+
+OPTIONS = {
+    "gated_mlp": {"gated_mlp": True, "hidden_act": "silu", "intermediate_size": 48},
+    "qk_norm": {"qk_norm": False},
+    "embedding_norm": {"embedding_norm": False},
+    "recurrent_norm": {"recurrent_norm": False},
+    "residual_multiplier": {"residual_multiplier": 0.25},
+}
+
+
+@pytest.mark.parametrize("injection", ["linear", "additive", "passthrough", "hyperconnections"])
+@pytest.mark.parametrize("option", [*OPTIONS, "all"])
+def test_logits_with_an_option_are_those_of_the_naive_loop(tiny_model, tokens, option, injection):
+    """Tolerance as above. The model differentiates nothing and then everything: both ways through cpu_ops."""
+    fields = {}
+    for name in OPTIONS if option == "all" else (option,):
+        fields |= OPTIONS[name]
+    model = tiny_model(injection=injection, num_recurrences=2, **fields).double()
+    row = tokens(rows=1, length=5)
+
+    def initial(es):
+        return [torch.zeros_like(e) for e in es] if injection == "additive" else es
+
+    expected = naive_logits(model, row[0], initial)
+    assert expected.std() > 0.5
+    for differentiated in (False, True):
+        with torch.set_grad_enabled(differentiated):
+            actual = model(row, use_cache=False).logits[0].double()
+        torch.testing.assert_close(actual.detach(), expected, rtol=0, atol=3e-5)

@@ -40,6 +40,7 @@ def recipe_fields(corpus_file) -> dict:
         "batch_tokens": 4 * T,
         "precision": "fp32",
         "log_every": 1,
+        "samples": 1,
         "data": {
             "corpus": "text",
             "files": [str(corpus_file)],

@@ -1,7 +1,10 @@
 """Packed folders: what is in them, that they are whole or not there, and what is refused."""
 
+import errno
 import hashlib
 import json
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training import data as data_module
+from training import packers, shards
 from training.config import DataConfig
 from training.corpus import cut_document
 from training.data import check_tokens, open_packed, prepare, split_documents
 from training.packing import pack
+from training.shards import Rows, open_shards, shard_paths, write_shard
 from training.tokenizer import train_tokenizer
 
 TEXTBOOKS = Path(__file__).parents[3] / "shared" / "corpus" / "openstax_val.parquet"
@@ -57,20 +62,39 @@ def hashes_below(texts, fraction):
     return [int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) < bound for text in texts]
 
 
-def test_rows_are_those_of_each_split_tokenised_and_packed_alone(config, packed):
-    """Split by integer hashes, tokenised one text at a time, packed here: equal rows."""
+def parts_of(documents, buffer, most=16):
+    """Neighbours stay together: as many parts as there are whole buffers, the first ones longer by one."""
+    count = max(1, min(most, len(documents) // buffer))
+    size, longer = divmod(len(documents), count)
+    ends = [0]
+    for part in range(count):
+        ends.append(ends[-1] + size + (part < longer))
+    return [documents[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+
+
+def rows_of(tokenizer, texts, buffer=20):
+    """Tokenise one text at a time and pack what is one part of a split."""
+    ids = [
+        tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        for text in texts
+    ]
+    return np.concatenate(list(pack(ids, row_length=T + 1, bos_token_id=0, buffer=buffer)))
+
+
+def test_rows_are_those_of_each_part_of_a_split_tokenised_and_packed_alone(config, packed):
+    """Split by integer hashes, divided by counting, tokenised one text at a time, packed here: equal rows."""
     texts = make_texts()
     in_validation = hashes_below(texts, config.validation_fraction)
     for rows, wanted in ((packed.train, False), (packed.validation, True)):
-        ids = [
-            packed.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-            for text, inside in zip(texts, in_validation, strict=True)
-            if inside == wanted
+        chosen = [
+            text for text, inside in zip(texts, in_validation, strict=True) if inside == wanted
         ]
-        expected = np.stack(list(pack(ids, row_length=T + 1, bos_token_id=0, buffer=20)))
+        parts = parts_of(chosen, config.packing_buffer)
+        assert len(parts) == (1 if wanted else 13)  # of 266 documents, 20 in the buffer
         found = rows[np.arange(len(rows))]
         assert found.dtype == np.int32
-        np.testing.assert_array_equal(found, expected)
+        expected = [rows_of(packed.tokenizer, part) for part in parts]
+        np.testing.assert_array_equal(found, np.concatenate(expected))
 
 
 def test_bos_stands_only_in_front_of_documents_though_texts_spell_it_out(packed):
@@ -85,11 +109,9 @@ def test_metadata_counts_add_up_and_fingerprints_are_of_the_rows(config, packed)
     record = packed.metadata["splits"]
     for name, rows in (("train", packed.train), ("validation", packed.validation)):
         split = record[name]
-        assert (
-            split["rows"]
-            == len(rows)
-            == pq.read_metadata(packed.folder / f"{name}.parquet").num_rows
-        )
+        arrays = [np.load(path) for path in sorted((packed.folder / name).iterdir())]
+        assert split["rows"] == len(rows) == sum(map(len, arrays))
+        assert [shard["rows"] for shard in split["shards"]] == [len(array) for array in arrays]
         assert split["tokens"] == split["rows"] * (T + 1) + split["cropped"] + split["leftover"]
         content = rows[np.arange(len(rows))].tobytes()
         assert split["sha256"] == hashlib.sha256(content).hexdigest()
@@ -105,14 +127,72 @@ def test_metadata_counts_add_up_and_fingerprints_are_of_the_rows(config, packed)
     assert packed.metadata["corpus"]["documents"] == len(texts)
 
 
-def test_rows_are_fixed_size_lists_of_int32_and_are_read_by_any_index_array(packed):
-    schema = pq.read_schema(packed.folder / "train.parquet")
-    assert str(schema.field("input_ids").type).startswith("fixed_size_list<")
-    assert str(schema.field("input_ids").type).endswith(f"int32>[{T + 1}]")
-    everything = packed.train[np.arange(len(packed.train))]
-    some = np.array([3, 0, 3, len(packed.train) - 1])
-    np.testing.assert_array_equal(packed.train[some], everything[some])
-    assert packed.train[[2]].shape == (1, T + 1)
+def test_rows_are_read_by_any_index_array_across_shards(packed):
+    """Referee: all shards loaded whole and put together. Numbers that no row has are refused."""
+    paths = sorted((packed.folder / "train").iterdir())
+    together = np.concatenate([np.load(path) for path in paths])
+    assert together.dtype == np.uint16
+    for wanted in (
+        np.arange(len(together)),
+        np.random.default_rng(0).integers(0, len(together), 50),
+        [3, 0, 3, len(together) - 1],
+        [2],
+        [],
+    ):
+        found = packed.train[wanted]
+        assert found.dtype == np.int32 and found.shape == (len(wanted), T + 1)
+        np.testing.assert_array_equal(found, together[np.asarray(wanted, dtype=int)])
+    for wrong in (-1, len(together)):
+        with pytest.raises(IndexError, match=f"of {len(together)} rows"):
+            packed.train[[0, wrong]]
+
+
+@pytest.mark.parametrize("lengths", [[3], [0, 2, 0, 0, 1], [1, 4, 0]])
+def test_shards_of_any_number_of_rows_come_back_as_they_were_written(tmp_path, lengths):
+    """Also none: a shard whose documents don't fill a row is a file without rows."""
+    rng = np.random.default_rng(0)
+    blocks = [rng.integers(0, 2**16, (length, 5)) for length in lengths]
+    folder = tmp_path / "packed" / "train"
+    folder.mkdir(parents=True)
+    records = [
+        write_shard(path, [block[:2], block[2:]], row_length=5, dtype="<u2")
+        for path, block in zip(shard_paths(folder, len(blocks)), blocks, strict=True)
+    ]
+    rows, everything = open_shards(folder, records, 5), np.concatenate(blocks)
+    np.testing.assert_array_equal(rows[np.arange(len(rows))], everything)
+    assert rows.fingerprint() == hashlib.sha256(everything.astype("<i4").tobytes()).hexdigest()
+    assert rows.fingerprint() == Rows([everything]).fingerprint()
+
+
+def test_files_are_uint16_as_long_as_that_holds_every_token():
+    class Vocabulary:
+        def __init__(self, entries):
+            self.entries = entries
+
+        def get_vocab(self):
+            return {str(i): i for i in range(self.entries)}
+
+    def dtype(entries):
+        options = {"row_length": 9, "buffer": 1, "document_characters": None}
+        return packers.Packer(tokenizer=Vocabulary(entries), **options).dtype
+
+    assert dtype(65_536) == "<u2" and dtype(65_537) == "<i4"
+
+
+def test_the_number_of_processes_changes_no_byte(config, tmp_path, monkeypatch, capsys):
+    """This process alone, then two others: equal files, equal metadata, and a bar that arrives at the end."""
+    alone = prepare(config, tmp_path / "alone", progress=False)
+    monkeypatch.setattr(packers, "POOL_MIN_BYTES", 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    together = prepare(config, tmp_path / "together", progress=True)
+    assert together.metadata == alone.metadata
+    for name in ("train", "validation"):
+        files = sorted(path.name for path in (alone.folder / name).iterdir())
+        assert files == sorted(path.name for path in (together.folder / name).iterdir())
+        for file in files:
+            one, other = (packed.folder / name / file for packed in (alone, together))
+            assert one.read_bytes() == other.read_bytes()
+    assert "300/300" in capsys.readouterr().out.replace(" ", "")
 
 
 def test_the_same_settings_give_the_same_folder_elsewhere(config, packed, tmp_path):
@@ -165,6 +245,7 @@ def test_a_finished_folder_is_opened_and_not_made_again(config, packed, monkeypa
         ("sequence_length", T, 2 * T),
         ("vocab_size", 300, 301),
         ("packing_buffer", 20, 21),
+        ("packing_shards", 16, 2),
         ("validation_fraction", 0.1, 0.2),
         ("max_documents", None, 10),
         ("document_characters", None, 80),
@@ -199,7 +280,7 @@ def test_a_given_tokenizer_is_used_and_one_that_changed_in_its_folder_is_noticed
         prepare(given, packed.folder, progress=False)
 
 
-@pytest.mark.parametrize("step", ["_make_tokenizer", "_write_split", "_corpus_record"])
+@pytest.mark.parametrize("step", ["_make_tokenizer", "_split_record", "_corpus_record"])
 def test_an_interruption_leaves_nothing_that_is_taken_for_finished(
     config, tmp_path, monkeypatch, step
 ):
@@ -213,15 +294,16 @@ def test_an_interruption_leaves_nothing_that_is_taken_for_finished(
         with pytest.raises(KeyboardInterrupt):
             prepare(config, folder, progress=False)
     assert not folder.exists()
-    assert not (tmp_path / ".packed.partial").exists()
+    assert not (tmp_path / "packed.partial").exists()
     assert len(prepare(config, folder, progress=False).train) > 0
 
 
 def test_what_a_killed_process_left_is_cleared_and_a_folder_without_metadata_is_refused(
     config, tmp_path
 ):
-    (tmp_path / ".packed.partial").mkdir()
-    (tmp_path / ".packed.partial" / "train.parquet").write_bytes(b"half")
+    left = tmp_path / "packed.partial" / "train"
+    left.mkdir(parents=True)
+    (left / "00013-of-00014.npy").write_bytes(b"half")
     packed = prepare(config, tmp_path / "packed", progress=False)
     (packed.folder / "metadata.json").unlink()
     for action in (lambda: prepare(config, packed.folder), lambda: open_packed(packed.folder)):
@@ -241,14 +323,81 @@ def test_another_sequence_length_or_tokenizer_is_refused_on_opening(packed):
         open_packed(packed.folder, tokenizer=train_tokenizer(make_texts(20), 270))
 
 
-def test_files_that_disagree_with_the_metadata_are_refused(packed):
-    train = packed.folder / "train.parquet"
-    pq.write_table(pq.read_table(train).slice(1), train)
-    with pytest.raises(ValueError, match=r"train\.parquet has \d+ rows, metadata\.json says"):
+def _flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "is missing": Path.unlink,
+    r"has \d+ bytes, metadata.json says \d+": lambda path: os.truncate(path, 200),
+    r"has changed: sha256 \w{12}, metadata.json says \w{12}": _flip_a_bit,
+    "is not among the shards that metadata.json lists": lambda path: shutil.copy(
+        path, path.with_name("00013-of-00014.npy")
+    ),
+}
+
+
+@pytest.mark.parametrize("problem", DAMAGES)
+def test_a_damaged_shard_is_refused_with_its_name_and_a_remedy(packed, problem):
+    """By opening and by preparing again; where the file is restored, the folder opens as before."""
+    path = packed.folder / "train" / "00005-of-00013.npy"
+    whole = path.read_bytes()
+    DAMAGES[problem](path)
+    named = path.with_name("00013-of-00014.npy") if "not among" in problem else path
+    expected = (
+        f"{named} {problem}; restore the file, or delete {packed.folder} and prepare it again"
+    )
+    with pytest.raises(ValueError, match=expected):
         open_packed(packed.folder)
-    train.unlink()
-    with pytest.raises(ValueError, match=r"train\.parquet has None rows"):
+    path.write_bytes(whole)
+    if named != path:
+        named.unlink()
+    assert open_packed(packed.folder).metadata == packed.metadata
+
+
+@pytest.mark.parametrize("where", ["shard", "split"])
+def test_rows_that_disagree_with_the_metadata_are_refused(packed, where):
+    metadata = json.loads((packed.folder / "metadata.json").read_text())
+    split = metadata["splits"]["validation"]
+    (split["shards"][0] if where == "shard" else split)["rows"] += 1
+    (packed.folder / "metadata.json").write_text(json.dumps(metadata))
+    rows = len(packed.validation)
+    expected = {
+        "shard": rf"00000-of-00001\.npy holds \({rows}, 17\), metadata.json says \({rows + 1}, 17\)",
+        "split": rf"metadata\.json says {rows + 1} rows for validation, its shards hold {rows}",
+    }[where]
+    with pytest.raises(ValueError, match=expected):
         open_packed(packed.folder)
+    (packed.folder / "metadata.json").write_text(json.dumps(metadata)[:-20])
+    with pytest.raises(ValueError, match=r"metadata\.json is damaged .* prepare it again"):
+        open_packed(packed.folder)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EACCES])
+def test_a_full_disk_is_said_in_one_sentence_and_leaves_nothing(
+    config, tmp_path, monkeypatch, code
+):
+    """Blocks of rows are written until the disk is full; other errors of the system stay what they are."""
+    join = shards.np.ascontiguousarray
+    calls = []
+
+    def fails(block, **options):
+        calls.append(1)
+        if len(calls) == 5:
+            raise OSError(code, os.strerror(code))
+        return join(block, **options)
+
+    kind, message = (ValueError, f"no space is left for {tmp_path / 'packed'} .*Free some space")
+    if code == errno.EACCES:
+        kind, message = PermissionError, "Permission denied"
+    with monkeypatch.context() as patch:
+        patch.setattr(shards.np, "ascontiguousarray", fails)
+        with pytest.raises(kind, match=message):
+            prepare(config, tmp_path / "packed", progress=False)
+    assert not (tmp_path / "packed").exists() and not (tmp_path / "packed.partial").exists()
+    assert len(prepare(config, tmp_path / "packed", progress=False).train) > 0
 
 
 def test_an_exchanged_tokenizer_in_the_folder_is_refused(packed):
@@ -259,9 +408,11 @@ def test_an_exchanged_tokenizer_in_the_folder_is_refused(packed):
 
 def test_another_schema_version_is_refused(packed):
     path = packed.folder / "metadata.json"
-    path.write_text(json.dumps({**packed.metadata, "schema_version": 99}))
-    with pytest.raises(ValueError, match="schema_version 99"):
-        open_packed(packed.folder)
+    for version in (1, 99):
+        path.write_text(json.dumps({**packed.metadata, "schema_version": version}))
+        expected = f"schema_version {version}, this version of hf-looped reads 2; delete"
+        with pytest.raises(ValueError, match=expected):
+            open_packed(packed.folder)
 
 
 def test_a_corpus_too_small_for_a_row_or_a_split_is_refused_with_a_remedy(config, tmp_path):
@@ -289,7 +440,7 @@ def test_progress_is_shown_only_when_asked_for(config, tmp_path, capsys):
     prepare(config, tmp_path / "quiet", progress=False)
     assert capsys.readouterr() == ("", "")
     prepare(config, tmp_path / "shown", progress=True)
-    assert "packing train" in capsys.readouterr().out
+    assert "packing" in capsys.readouterr().out
 
 
 PARAGRAPH = st.text("ab \u00e9", min_size=1, max_size=12).filter(str.strip)
@@ -344,13 +495,13 @@ def test_documents_are_split_whole_and_then_packed_by_their_parts(tmp_path, char
         chosen = [
             text for text, inside in zip(texts, in_validation, strict=True) if inside == wanted
         ]
-        pieces = [part for text in chosen for part in (parts(text) if characters == 60 else [text])]
-        assert len(pieces) > len(chosen) if characters == 60 else pieces == chosen
-        ids = [
-            packed.tokenizer.encode(piece, add_special_tokens=False, split_special_tokens=True)
-            for piece in pieces
+        cut = [
+            [part for text in some for part in (parts(text) if characters == 60 else [text])]
+            for some in parts_of(chosen, 20)
         ]
-        expected = np.stack(list(pack(ids, row_length=T + 1, bos_token_id=0, buffer=20)))
+        pieces = [piece for some in cut for piece in some]
+        assert len(pieces) > len(chosen) if characters == 60 else pieces == chosen
+        expected = np.concatenate([rows_of(packed.tokenizer, some) for some in cut])
         np.testing.assert_array_equal(rows[np.arange(len(rows))], expected)
         record = packed.metadata["splits"][name]
         assert record["documents"] == len(pieces)

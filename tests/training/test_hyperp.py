@@ -6,10 +6,19 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from hf_looped import LoopedForCausalLM
+from hf_looped import LoopedConfig, LoopedForCausalLM
 from hf_looped.modeling_looped import HyperconnectionsInjection, LoopedRMSNorm
 from training.config import ModelConfig, OptimizerConfig, TransferConfig
-from training.hyperp import learning_rates, parameter_groups, reference_tokens, schedule
+from training.hyperp import (
+    batch_factor,
+    depth_factor,
+    horizon_factor,
+    learning_rates,
+    parameter_groups,
+    reference_tokens,
+    schedule,
+    width_factor,
+)
 
 OPTIMIZER, TRANSFER = OptimizerConfig(), TransferConfig()
 BATCH = 262_144
@@ -59,6 +68,45 @@ def test_doubling_the_tokens_multiplies_matrices_alone_by_2_to_the_minus_032():
     )
 
 
+@pytest.mark.parametrize("exponent", [-1.0, -0.5, 0.0, 0.558])
+def test_each_factor_is_1_at_its_reference_and_a_power_of_the_ratio_elsewhere(exponent):
+    """(ratio)^exponent with the recipe's exponent: a doubling multiplies by 2^exponent, a halving divides."""
+    transfer = replace(
+        TRANSFER,
+        width_exponent=exponent,
+        batch_exponent=exponent,
+        tokens_exponent=exponent,
+        depth_exponent=exponent,
+    )
+    model = ModelConfig(recurrences=1)
+    horizon = int(reference_tokens(transfer, model))  # whole, but for half a token of 1e9
+    for factor, reference in (
+        (lambda value: width_factor(transfer, value), 640),
+        (lambda value: batch_factor(transfer, value), BATCH),
+        (lambda value: horizon_factor(transfer, model, value), horizon),
+        (lambda value: depth_factor(transfer, value), 20),
+    ):
+        assert factor(reference) == pytest.approx(1, rel=1e-8)
+        assert factor(2 * reference) == pytest.approx(2**exponent, rel=1e-8)
+        assert factor(reference // 2) == pytest.approx(2**-exponent, rel=1e-8)
+
+
+def test_depth_moves_matrices_alone_and_only_where_the_recipe_says_so():
+    """HyperP's 1/√L (arXiv:2603.28743, section 3.3): 40 layers for 20 divide by √2; the paper's recipe: no rule."""
+    deep = ModelConfig(effective_depth=40, shared_depth=32)
+    on = replace(TRANSFER, depth_exponent=-0.5)
+    tokens = 1_000_000_000
+    off = learning_rates(OPTIMIZER, TRANSFER, deep, BATCH, tokens)
+    found = ratios(learning_rates(OPTIMIZER, on, deep, BATCH, tokens), off)
+    assert found == pytest.approx(
+        {"matrix": 2**-0.5, "embedding": 1, "lm_head": 1, "norm": 1, "scalar": 1}, rel=1e-12
+    )
+    # Executed layers count, not stored ones: r does not change them here.
+    for r in (1, 2, 8):
+        model = ModelConfig(recurrences=r)
+        assert learning_rates(OPTIMIZER, on, model, BATCH, tokens) == rates(model, tokens=tokens)
+
+
 @pytest.mark.parametrize(("r", "published"), [(1, 0.983e9), (4, 1.016e9), (8, 1.016e9)])
 def test_reference_tokens_are_those_of_the_paper(r, published):
     """Looped models share the reference with r = 4; published to four digits."""
@@ -77,6 +125,51 @@ def test_reference_tokens_follow_the_recipe_and_not_the_width_of_the_run():
     assert reference_tokens(nano, ModelConfig(recurrences=1, head_dim=16)) == 10 * 20 * (
         12 * 64**2 + 2 * 64
     )
+
+
+@pytest.mark.parametrize("r", [1, 2, 4])
+@pytest.mark.parametrize("gated", [False, True])
+def test_reference_tokens_count_grouped_heads_and_gated_mlps(r, gated):
+    """By hand: q and o d², k and v a quarter of that, two or three d×3d matrices, two gains; injection 2d² r_ref times."""
+    fields = {"num_key_value_heads": 2, "intermediate_size": 3 * 256}
+    model = ModelConfig(hidden_size=256, head_dim=32, recurrences=r, **fields)
+    architecture = LoopedConfig.from_dict(model.build(64, 8).to_dict(), gated_mlp=gated)
+    d = 640
+    block = 2 * d**2 + 2 * d**2 // 4 + (3 if gated else 2) * 3 * d**2 + 2 * d
+    executed = 20 * block + (0 if r == 1 else 4 * 2 * d**2)
+    assert reference_tokens(TRANSFER, architecture) == pytest.approx(10 * executed, rel=1e-12)
+    if not gated:
+        assert reference_tokens(TRANSFER, model) == reference_tokens(TRANSFER, architecture)
+
+
+def test_a_share_of_heads_that_the_reference_width_cannot_have_still_counts():
+    """Three heads of key-value for nine, at a reference of 128 channels, four heads: a third of d² all the same."""
+    model = ModelConfig(hidden_size=288, head_dim=32, num_key_value_heads=3, recurrences=1)
+    transfer, d = replace(TRANSFER, reference_width=128), 128
+    block = 2 * d**2 + 2 * d**2 / 3 + 8 * d**2 + 2 * d
+    assert reference_tokens(transfer, model) == pytest.approx(10 * 20 * block, rel=1e-12)
+
+
+def test_recurrences_that_do_not_divide_the_shared_layers_leave_the_sections_as_they_are():
+    """A loaded model of 1 + 3·1 + 1 layers against a reference with r = 4: its injection counts three times."""
+    model = LoopedConfig(
+        hidden_size=640, num_attention_heads=5, num_prelude_layers=1, num_coda_layers=1,
+        num_recurrent_layers=1, num_recurrences=3,
+    )  # fmt: skip
+    d = 640
+    executed = 5 * (12 * d**2 + 2 * d) + 3 * 2 * d**2
+    assert reference_tokens(TRANSFER, model) == 10 * executed
+
+
+@pytest.mark.parametrize("injection", ["linear", "additive", "passthrough", "hyperconnections"])
+def test_rates_of_a_recipe_are_those_of_its_architecture(injection):
+    """A run that starts from a checkpoint has no other description."""
+    for r in (1, 2, 8):
+        model = ModelConfig(hidden_size=384, recurrences=r, injection=injection)
+        architecture = model.build(32064, 2048)
+        assert rates(model) == learning_rates(
+            OPTIMIZER, TRANSFER, architecture, BATCH, 1_000_000_000
+        )
 
 
 @pytest.mark.parametrize("batch", [BATCH // 16, BATCH * 16, 1024])
@@ -157,3 +250,18 @@ def test_a_parameter_without_known_role_is_refused_by_name():
     model.extra = nn.Linear(2, 3, bias=False)
     with pytest.raises(ValueError, match=r"extra\.weight, shape \(3, 2\): no learning-rate role"):
         parameter_groups(model, rates(), OPTIMIZER)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (16, 1), (1, 1)])
+def test_a_projection_of_one_row_or_column_goes_to_adamw_and_says_so(rows, columns):
+    """Orthogonalised, a vector is only normalised, and its shards would be empty."""
+    model = LoopedForCausalLM(
+        ModelConfig(hidden_size=16, head_dim=8, effective_depth=4, shared_depth=4).build(64, 8)
+    )
+    model.gate_proj = nn.Linear(columns, rows, bias=False)
+    wanted = {"matrix": 1.0, "embedding": 2.0, "lm_head": 3.0, "norm": 4.0, "scalar": 5.0}
+    with pytest.warns(UserWarning, match=r"gate_proj\.weight, shape .* is a vector.*AdamW"):
+        groups = parameter_groups(model, wanted, OPTIMIZER)
+    (group,) = [g for g in groups if any(p is model.gate_proj.weight for p in g["params"])]
+    assert (group["algorithm"], group["lr"]) == ("adamw", 5.0)
+    assert all(min(p.shape) > 1 for g in groups if g["algorithm"] == "muonh" for p in g["params"])

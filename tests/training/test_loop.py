@@ -1,14 +1,10 @@
 """One run from recipe to record: what it writes, that it resumes exactly, and what it refuses."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -18,10 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_looped import LoopedForCausalLM
 from hf_looped.accounting import parameters
 from training import loop
-from training.__main__ import main
-from training.config import resolve, save_config
-from training.hardware import check_launch
-from training.loop import Interrupted, train
+from training.config import resolve
+from training.data import open_packed
+from training.loop import train
 from training.record import architecture_of
 from training.sampler import rows_of_step
 from training.tokenizer import train_tokenizer
@@ -30,9 +25,8 @@ ROOT = Path(loop.__file__).parents[1]
 T = 32
 
 
-def read_log(config, without=("tokens_per_s",)):
-    lines = (config.folder / "log.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in without} for line in lines]
+def read_log(config):
+    return [json.loads(line) for line in (config.folder / "log.jsonl").read_text().splitlines()]
 
 
 def weights(config):
@@ -40,8 +34,8 @@ def weights(config):
 
 
 def packed_rows(config, split):
-    table = pq.read_table(config.data_folder / f"{split}.parquet")
-    return torch.tensor(table["input_ids"].to_pylist())
+    rows = getattr(open_packed(config.data_folder), split)
+    return torch.tensor(rows[np.arange(len(rows))]).long()
 
 
 def losses_of(model, inputs, targets):
@@ -171,87 +165,6 @@ def test_another_recipe_in_the_same_folder_is_refused(finished):
     assert json.loads((config.folder / "run.json").read_text()) == record
 
 
-def stop_after(steps):
-    """Say stop once `steps` steps have been asked about."""
-    asked = []
-
-    def stop():
-        asked.append(1)
-        return len(asked) >= steps
-
-    return stop
-
-
-def assert_same_end(one, other):
-    """Equal bits of every weight, and the same log."""
-    assert read_log(one) == read_log(other)
-    a, b = weights(one), weights(other)
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        ("model.state_init=prelude",),
-        ("model.state_init=normal",),
-        ("model.injection=hyperconnections",),
-    ],
-    ids=["prelude", "random state", "hyperconnections"],
-)
-def test_a_stopped_run_resumes_bit_for_bit(recipe, fields):
-    """Stopped twice, in the middle; `random state` draws noise at every step, so its generator must go on too."""
-    name = fields[0].split("=")[1]
-    straight, stopped = recipe(f"straight-{name}", *fields), recipe(f"stopped-{name}", *fields)
-    record = train(straight)
-    for steps in (3, 2):
-        with pytest.raises(Interrupted, match=rf"stopped-{name}: stopped after step \d of 8"):
-            train(stopped, stop_asked=stop_after(steps))
-        assert json.loads((stopped.folder / "run.json").read_text())["status"] == "running"
-        assert not (stopped.folder / "checkpoint").exists()
-        torch.rand(7)  # something else draws in between
-    resumed = train(stopped)
-    assert resumed["val_loss"] == record["val_loss"] and resumed["status"] == "finished"
-    assert_same_end(straight, stopped)
-
-
-def test_a_killed_run_goes_on_from_its_last_state_bit_for_bit(recipe, monkeypatch):
-    """Killed in step 7 with a state after step 5: the log's line 6 is dropped and written again."""
-    straight, killed = (recipe(name, "checkpoint_every=5") for name in ("unharmed", "killed"))
-    train(straight)
-    whole = loop._Run._step
-
-    def dying(run, step):
-        if step == 6:
-            raise KeyboardInterrupt
-        return whole(run, step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop._Run, "_step", dying)
-        with pytest.raises(KeyboardInterrupt):
-            train(killed)
-    assert len(read_log(killed)) == 6
-    with (killed.folder / "log.jsonl").open("a") as file:
-        file.write('{"step": 7, "lo')  # half a line, as a killed process leaves
-    (killed.folder / "state" / "step-000000006.partial").mkdir()  # half a state
-    train(killed)
-    assert_same_end(straight, killed)
-
-
-def test_a_stop_asked_after_the_last_step_finishes(recipe):
-    assert train(recipe("late-stop", "steps=3"), stop_asked=stop_after(3))["status"] == "finished"
-
-
-def test_only_the_last_state_is_kept_and_none_when_finished(recipe):
-    config, steps = recipe("states", "checkpoint_every=2"), []
-    with pytest.raises(Interrupted):
-        train(config, stop_asked=lambda: steps.append(1) or len(steps) == 5)
-    assert [place.name for place in (config.folder / "state").iterdir()] == ["step-000000005"]
-    train(config)
-    assert not (config.folder / "state").exists()
-
-
 def test_micro_batches_change_losses_and_weights_by_rounding_only(recipe):
     """A factor on the gradient would not show in the weights, since both optimisers normalise: the logged norm tells.
 
@@ -291,19 +204,49 @@ def test_separate_documents_have_the_loss_they_have_alone(recipe):
 
 def test_a_loss_that_is_not_finite_ends_the_run_as_diverged_with_its_step(recipe, monkeypatch):
     config = recipe("diverged")
-    whole, calls = loop._Run._loss, []
+    whole, calls = loop._Run._forward, []
 
-    def breaking(run, model, rows):
+    def breaking(run, *args, **kwargs):
         calls.append(1)
-        return whole(run, model, rows) * (float("nan") if len(calls) == 4 else 1.0)
+        output = whole(run, *args, **kwargs)
+        output.loss = output.loss * (float("nan") if len(calls) == 4 else 1.0)
+        return output
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop._Run, "_loss", breaking)
+        patch.setattr(loop._Run, "_forward", breaking)
         record = train(config)
     assert (record["status"], record["diverged_step"]) == ("diverged", 4)
+    assert record["not_finite"].startswith("loss, gradient_norm")
     assert "val_loss" not in record and not (config.folder / "checkpoint").exists()
     assert [entry["step"] for entry in read_log(config)] == [1, 2, 3]
     assert train(config) == record  # it has ended
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_ends_the_run_before_it_reaches_a_weight(
+    recipe, monkeypatch, bad
+):
+    """One entry of one gradient, while the loss is as it should be; the section that it is in is named."""
+    config, models = recipe(f"diverged-{bad}"), []
+    whole = loop._Run._forward
+
+    def breaking(run, *args, **kwargs):
+        if run.counters.step == 2 and not models:
+            models.append(run.unwrapped)
+            weight = run.unwrapped.model.recurrent[0].mlp.up_proj.weight
+            hook = weight.register_hook(lambda g: g.index_fill(0, torch.tensor([3]), bad))
+            models.append({k: v.clone() for k, v in run.unwrapped.state_dict().items()})
+            run.hook = hook
+        return whole(run, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._Run, "_forward", breaking)
+        record = train(config)
+    assert (record["status"], record["diverged_step"]) == ("diverged", 3)
+    assert record["not_finite"] == "gradient_norm, gradient_norm/recurrent"
+    model, before = models
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name]), name
 
 
 def test_a_validation_loss_that_is_not_finite_is_diverged_too(recipe, monkeypatch):
@@ -316,11 +259,11 @@ def test_a_validation_loss_that_is_not_finite_is_diverged_too(recipe, monkeypatc
 def test_a_failure_is_recorded_and_raised_and_the_next_try_starts_anew(recipe, monkeypatch):
     config = recipe("failing", "steps=3")
 
-    def broken(run, model, rows):
+    def broken(*_, **__):
         raise RuntimeError("out of luck")
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop._Run, "_loss", broken)
+        patch.setattr(loop._Run, "_forward", broken)
         with pytest.raises(RuntimeError, match="out of luck"):
             train(config)
     record = json.loads((config.folder / "run.json").read_text())
@@ -414,91 +357,6 @@ def test_runs_of_different_precision_may_follow_each_other_in_a_process(recipe, 
         assert (record["status"], record["precision"]) == ("finished", precision)
 
 
-def test_a_launch_that_silently_became_one_process_is_refused(monkeypatch):
-    """What `accelerate launch --cpu --num_processes 2` sets, and what torchrun and a plain start set."""
-    for name in ("ACCELERATE_USE_CPU", "MASTER_ADDR", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    check_launch()
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    check_launch()
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
-    with pytest.raises(ValueError, match="num_processes is above 1.*only one process.*torchrun"):
-        check_launch()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    check_launch()
-    monkeypatch.delenv("WORLD_SIZE")
-    monkeypatch.delenv("MASTER_ADDR")
-    check_launch()  # accelerate launch --cpu --num_processes 1
-
-
-def test_accelerate_launch_with_two_cpu_processes_is_refused_and_names_torchrun(recipe, tmp_path):
-    """accelerate's own launcher hides the exit status 2 behind 1, but names it."""
-    save_config(recipe("launched", f"out={tmp_path}"), tmp_path / "recipe.yaml")
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    done = subprocess.run(
-        [*launch, "-m", "training", "--config", str(tmp_path / "recipe.yaml")],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "500"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode != 0
-    assert "torchrun" in done.stderr and "exit status 2" in done.stderr
-    assert not (tmp_path / "launched").exists()
-
-
-def run_main(config, tmp_path, *fields):
-    save_config(config, tmp_path / "recipe.yaml")
-    return main(["--config", str(tmp_path / "recipe.yaml"), *fields])
-
-
-def test_the_command_prints_loss_and_place_and_exits_0(finished, tmp_path, capsys):
-    config, record, _ = finished
-    assert run_main(config, tmp_path) == 0
-    printed = capsys.readouterr().out
-    assert f"{record['val_loss']:.4f}" in printed and str(config.folder / "checkpoint") in printed
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        (["model.recurrences=0"], "recurrences is 0"),
-        (["data.sequence_length=16", "run_id=other-T-again"], "was made with 32"),
-        (["seed=1"], "another recipe"),
-        (["oops"], "field=value"),
-    ],
-)
-def test_bad_input_prints_one_error_and_exits_2(finished, tmp_path, capsys, fields, words):
-    assert run_main(finished[0], tmp_path, *fields) == 2
-    printed = " ".join(capsys.readouterr().err.split())
-    assert printed.startswith("error: ") and words in printed
-    assert "Traceback" not in printed
-
-
-def test_the_command_exits_1_when_diverged_and_130_when_interrupted(
-    recipe, tmp_path, monkeypatch, capsys
-):
-    with monkeypatch.context() as patch:
-        patch.setattr(loop._Run, "_step", lambda run, step: float("nan"))
-        assert run_main(recipe("cli-diverged"), tmp_path) == 1
-    assert "cli-diverged diverged" in capsys.readouterr().err
-    whole = loop._Run._step
-
-    def signalling(run, step):
-        if step == 1:
-            os.kill(os.getpid(), 15)
-        return whole(run, step)
-
-    config = recipe("cli-stopped", "steps=3")
-    with monkeypatch.context() as patch:
-        patch.setattr(loop._Run, "_step", signalling)
-        assert run_main(config, tmp_path) == 130
-    assert "Run the same command again" in " ".join(capsys.readouterr().err.split())
-    assert run_main(config, tmp_path) == 0
-
-
 def test_runs_with_another_seed_differ_and_with_the_same_are_equal(recipe):
     configs = [recipe(f"seed-{i}", "steps=2", f"seed={seed}") for i, seed in enumerate((0, 0, 1))]
     losses = [train(config)["val_loss"] for config in configs]
@@ -506,7 +364,7 @@ def test_runs_with_another_seed_differ_and_with_the_same_are_equal(recipe):
 
 
 def test_every_architecture_reads_the_same_rows(recipe, monkeypatch):
-    whole, seen = loop._Run._loss, {}
+    whole, seen = loop._Run._forward, {}
     for name, fields in {
         "unlooped": ["model.recurrences=1"],
         "wide": ["model.hidden_size=32"],
@@ -515,9 +373,9 @@ def test_every_architecture_reads_the_same_rows(recipe, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(
                 loop._Run,
-                "_loss",
-                lambda run, model, rows, name=name: (
-                    seen.setdefault(name, []).append(rows) or whole(run, model, rows)
+                "_forward",
+                lambda run, model, rows, name=name, **kwargs: (
+                    seen.setdefault(name, []).append(rows) or whole(run, model, rows, **kwargs)
                 ),
             )
             train(recipe(f"reads-{name}", "steps=2", *fields))

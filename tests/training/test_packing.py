@@ -15,6 +15,12 @@ documents_of_any_length = st.lists(
 settings_quick = settings(max_examples=200, deadline=None)
 
 
+def packed_rows(documents, **arguments):
+    """Rows [n, row_length] of all blocks."""
+    blocks = list(pack(documents, bos_token_id=BOS, **arguments))
+    return np.concatenate([np.empty((0, arguments["row_length"]), dtype=np.int32), *blocks])
+
+
 def naive_rows(documents, row_length, buffer):
     """The rule read out loud: scan the whole buffer for every document."""
     queue = [[BOS, *document] for document in documents if document]
@@ -41,20 +47,48 @@ def naive_rows(documents, row_length, buffer):
 
 
 @settings_quick
-@given(documents=documents_of_any_length, row_length=st.integers(2, 20), buffer=st.integers(1, 12))
-def test_rows_equal_those_of_a_linear_scan(documents, row_length, buffer):
-    """Equal, not close: packing has no rounding."""
-    rows = pack(documents, row_length=row_length, bos_token_id=BOS, buffer=buffer)
-    assert [row.tolist() for row in rows] == naive_rows(documents, row_length, buffer)
+@given(
+    documents=documents_of_any_length,
+    row_length=st.integers(2, 20),
+    buffer=st.integers(1, 12),
+    block_rows=st.integers(1, 6),
+)
+def test_rows_equal_those_of_a_linear_scan(documents, row_length, buffer, block_rows):
+    """Equal, not close: packing has no rounding. As lists and as arrays of the dtypes in use, in blocks of any size."""
+    expected = naive_rows(documents, row_length, buffer)
+    options = {"row_length": row_length, "buffer": buffer, "block_rows": block_rows}
+    assert packed_rows(documents, **options).tolist() == expected
+    for dtype in (np.uint16, np.int32, np.int64):
+        arrays = [np.array(document, dtype=dtype) for document in documents]
+        assert packed_rows(arrays, **options).tolist() == expected
+
+
+def test_long_rows_and_documents_equal_those_of_a_linear_scan():
+    """Log-normal lengths, as in text, around rows of 257; also where lists and arrays take turns."""
+    rng = np.random.default_rng(0)
+    lengths = np.maximum(1, rng.lognormal(5, 1.2, 400)).astype(int)
+    documents = [rng.integers(1, 70_000, length).tolist() for length in lengths]
+    mixed = [np.array(d, dtype=np.int32) if i % 2 else d for i, d in enumerate(documents)]
+    rows = packed_rows(mixed, row_length=257, buffer=50)
+    assert rows.tolist() == naive_rows(documents, 257, 50)
+
+
+def test_blocks_have_the_rows_asked_for_and_counts_go_along():
+    """100 documents of 4 + BOS into rows of 10: 50 rows, in blocks of 16, 16, 16 and 2."""
+    counts, seen = PackingCounts(), []
+    options = {"row_length": 10, "bos_token_id": BOS, "block_rows": 16, "counts": counts}
+    for block in pack([[1, 2, 3, 4]] * 100, **options):
+        seen.append((len(block), counts.rows))
+    assert seen == [(16, 16), (16, 32), (16, 48), (2, 50)]
 
 
 @settings_quick
 @given(documents=documents_of_any_length, row_length=st.integers(2, 20))
 def test_every_row_is_full_and_begins_with_bos_and_no_token_is_unaccounted(documents, row_length):
     counts = PackingCounts()
-    rows = list(pack(documents, row_length=row_length, bos_token_id=BOS, buffer=7, counts=counts))
-    assert all(row.dtype == np.int32 and row.shape == (row_length,) for row in rows)
-    assert all(row[0] == BOS for row in rows)
+    rows = packed_rows(documents, row_length=row_length, buffer=7, counts=counts)
+    assert rows.dtype == np.int32
+    assert (rows[:, 0] == BOS).all()
     kept = [document for document in documents if document]
     assert counts.documents == len(kept)
     assert counts.tokens == sum(len(document) + 1 for document in kept)
@@ -68,7 +102,7 @@ def test_every_row_is_full_and_begins_with_bos_and_no_token_is_unaccounted(docum
 def test_every_piece_is_the_beginning_of_a_document_that_is_used_once(lengths, row_length):
     """Documents made of their own number show which one a piece came from."""
     documents = [[number + 1] * length for number, length in enumerate(lengths)]
-    rows = list(pack(documents, row_length=row_length, bos_token_id=BOS, buffer=5))
+    rows = packed_rows(documents, row_length=row_length, buffer=5)
     seen = []
     for row in rows:
         for piece in np.split(row, np.flatnonzero(row == BOS)[1:]):
@@ -83,8 +117,8 @@ def test_every_piece_is_the_beginning_of_a_document_that_is_used_once(lengths, r
 def test_the_longest_document_that_fits_goes_first_and_the_shortest_is_cropped():
     """A row of 8: 5 + BOS fills 6; nothing fits the last 2; the shortest, 3 + BOS, is cropped."""
     documents = [[1, 1, 1], [2, 2, 2, 2, 2], [3, 3, 3, 3, 3, 3, 3, 3]]
-    first = next(pack(documents, row_length=8, bos_token_id=BOS, buffer=3))
-    assert first.tolist() == [0, 2, 2, 2, 2, 2, 0, 1]
+    rows = packed_rows(documents, row_length=8, buffer=3)
+    assert rows[0].tolist() == [0, 2, 2, 2, 2, 2, 0, 1]
 
 
 def test_documents_are_read_no_further_than_the_buffer_needs():
@@ -96,7 +130,7 @@ def test_documents_are_read_no_further_than_the_buffer_needs():
             read.append(1)
             yield [5] * 9
 
-    next(pack(endless(), row_length=10, bos_token_id=BOS, buffer=3))
+    next(pack(endless(), row_length=10, bos_token_id=BOS, buffer=3, block_rows=1))
     assert len(read) == 3
 
 

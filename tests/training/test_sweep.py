@@ -2,14 +2,17 @@
 
 import io
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import psutil
@@ -20,11 +23,13 @@ from rich.console import Console
 import training
 from hf_looped.accounting import train_flops_per_token
 from scaling.runs import read_table
-from training import sweep
+from training import sweep, workers
+from training.claims import claim, holder
 from training.config import resolve, save_config
 from training.grid import PlannedRun, expand, load_grid
+from training.ledger import read_plan
 from training.loop import train
-from training.record import architecture_of, describe
+from training.record import architecture_of, describe, read_record
 from training.sweep import main, run_grid
 
 ROOT = Path(training.__file__).parents[1]
@@ -64,7 +69,7 @@ def grid(recipe_fields, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def swept(grid, tmp_path_factory):
-    """Plan alone; sweep with one folder in the way; launch the one that is missing without it; and once more."""
+    """Plan alone; sweep with one folder in the way and one run claimed; launch those without either; and once more."""
     out = tmp_path_factory.mktemp("sweep") / "runs"
     dry = call(out, grid, "--dry-run")
     assert not out.exists()
@@ -72,7 +77,8 @@ def swept(grid, tmp_path_factory):
     blocked = configs[1]
     blocked.folder.mkdir(parents=True)
     save_config(replace(blocked, seed=99), blocked.folder / "config.yaml")
-    first = call(out, grid, "--jobs", "1")
+    with claim(configs[0].folder):
+        first = call(out, grid, "--jobs", "1")
     shutil.rmtree(blocked.folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
@@ -80,7 +86,7 @@ def swept(grid, tmp_path_factory):
         second = call(out, grid, "--launch")
     before = {path: path.read_bytes() for path in out.glob("*/run.json")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep, "train", lambda *_: pytest.fail("trained again"))
+        patch.setattr(workers, "_Worker", lambda: pytest.fail("started a worker"))
         third = call(out, grid, "--jobs", "1")
     assert before == {path: path.read_bytes() for path in out.glob("*/run.json")}
     return configs, dry, first, second, third
@@ -98,19 +104,32 @@ def test_a_dry_run_prints_the_plan_and_exits_0(swept):
         assert f"{record['total_flops']:.3g}" in line
 
 
+def test_a_dry_run_says_what_the_grid_takes(swept):
+    """GPU-hours at the defaults, 40 % of an H100's 9.89e14 FLOPs/s; disk as in test_costs."""
+    configs, dry, *_ = swept
+    flops = sum(describe(c, architecture_of(c))["total_flops"] for c in configs)
+    assert f"GPU-hours: {flops / (0.4 * 9.89e14 * 3600):.3g} at 40%" in dry.text
+    assert "at the end" in dry.text and "left. Free some" not in dry.text
+
+
 def test_a_failing_run_is_reported_and_the_others_finish(swept):
     configs, _, first, *_ = swept
     assert first.status == 1
     (line,) = [line for line in first.text.splitlines() if line.startswith("failed: ")]
     assert configs[1].name in line and "another recipe" in line
-    assert "3 of 4 runs finished" in first.text
-    assert set(first.table["run_id"]) == {c.name for c in configs} - {configs[1].name}
+    assert "2 of 4 runs finished" in first.text
+    assert set(first.table["run_id"]) == {configs[2].name, configs[3].name}
+
+
+def test_a_run_claimed_by_another_process_is_left_to_it(swept):
+    _, _, first, *_ = swept
+    assert "1 runs are being trained by another sweep" in first.text
 
 
 def test_the_next_call_runs_what_is_missing_and_skips_the_rest(swept):
     configs, _, _, second, _ = swept
     assert second.status == 0
-    assert "3 of 4 runs have ended before and are skipped" in second.text
+    assert "2 of 4 runs have ended before and are skipped" in second.text
     assert "4 of 4 runs finished" in second.text
     assert set(second.table["run_id"]) == {config.name for config in configs}
 
@@ -214,6 +233,107 @@ def test_runs_of_another_grid_in_the_folder_are_named(swept, tmp_path):
     assert f"1 further runs in {out}" in stream.getvalue() and configs[3].name in stream.getvalue()
 
 
+@pytest.fixture
+def pretended(swept, tmp_path, monkeypatch):
+    """A copy of the swept folder, and the names of the runs that a sweep over it would train, call by call."""
+    out = copy_runs(swept[0], tmp_path / "runs")
+    trained = []
+
+    def pretend(runs, jobs, console):
+        trained.append([run.config.name for run in runs])
+        return {run.config.name: "finished" for run in runs}
+
+    monkeypatch.setattr(sweep, "run_here", pretend)
+    return out, trained
+
+
+def fail(config, out):
+    path = out / config.name / "run.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"status": "failed", "error": "RuntimeError: no"}))
+
+
+def test_failed_runs_are_tried_again_only_when_asked(swept, grid, pretended):
+    configs, (out, trained) = swept[0], pretended
+    fail(configs[2], out)
+    skipped = call(out, grid, "--jobs", "1")
+    assert skipped.status == 1 and trained == [[]]
+    assert (
+        f"1 runs failed before and were skipped ({configs[2].name}); --retry-failed" in skipped.text
+    )
+    assert "3 of 4 runs finished" in skipped.text
+    again = call(out, grid, "--jobs", "1", "--retry-failed")
+    assert again.status == 0 and trained[1] == [configs[2].name]
+
+
+def test_an_interrupted_run_is_resumed_and_a_diverged_one_is_not(swept, grid, pretended):
+    configs, (out, trained) = swept[0], pretended
+    for config, status in zip(configs, ("running", "diverged"), strict=False):
+        path = out / config.name / "run.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"status": status}))
+    done = call(out, grid, "--jobs", "1", "--retry-failed")
+    assert trained == [[configs[0].name]]
+    assert done.status == 0 and f"diverged: {configs[1].name}" in done.text
+
+
+def test_grids_that_share_a_folder_share_its_plan(swept, grid, pretended):
+    configs, (out, _) = swept[0], pretended
+    assert not (out / "plan.json").exists()
+    call(out, grid, "--jobs", "1", "budget_flops=null", "steps=9", "data.allow_repeat=true")
+    call(out, grid, "--jobs", "1")
+    planned = read_plan(out)
+    assert len(planned) == 8 and {config.name for config in configs} < planned.keys()
+    for config in configs:
+        record = describe(config, architecture_of(config))
+        entry = planned[config.name]
+        assert entry.pop("seconds") > 0
+        assert entry == {name: record[name] for name in ("steps", "batch_tokens", "total_flops")}
+
+
+def test_the_status_command_shows_what_the_sweep_left(swept, grid, pretended, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    configs, (out, _) = swept[0], pretended
+    fail(configs[2], out)
+    call(out, grid, "--jobs", "1", "--retry-failed")
+    assert main(["status", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "4 runs: 1 failed, 3 done" in text and "RuntimeError: no" in text
+    assert all(config.name in text for config in configs)
+
+
+def test_a_disk_too_small_for_what_is_missing_is_named(swept, grid, pretended, monkeypatch):
+    configs, (out, _) = swept[0], pretended
+    monkeypatch.setattr(sweep, "free_bytes", lambda out: 1000)
+    assert "of disk" not in call(out, grid, "--jobs", "1").text  # nothing is missing
+    shutil.rmtree(out / configs[0].name)
+    assert f"of disk, and {out} has 1.0 kB left" in call(out, grid, "--jobs", "1").text
+
+
+def test_jobs_are_submitted_for_what_nobody_has_trained_or_trains(
+    swept, grid, pretended, monkeypatch
+):
+    configs, (out, trained) = swept[0], pretended
+    submitted = []
+
+    def submit(runs, folder, cluster, settings):
+        submitted.append(([run.config.name for run in runs], folder, cluster, settings))
+        return [SimpleNamespace(job_id=f"70{number}") for number, _ in enumerate(runs)]
+
+    monkeypatch.setattr(sweep, "submit", submit)
+    for config in configs[:3]:
+        shutil.rmtree(out / config.name)
+    with claim(out / configs[1].name):
+        settings = ["timeout_min=60", "slurm_partition=long"]
+        done = call(out, grid, "checkpoints_kept=1", "--submit", "slurm", "--slurm", *settings)
+    assert done.status == 0 and not trained
+    ((names, folder, cluster, passed),) = submitted
+    assert set(names) == {configs[0].name, configs[2].name}
+    assert (folder, cluster, passed) == (out, "slurm", settings)
+    assert "job 700: " in done.text and "job 701: " in done.text
+    assert "2 jobs submitted, 1 runs are being trained already" in done.text
+    assert f"python -m training.sweep status {out}" in done.text
+
+
 @pytest.fixture(scope="module")
 def long_sweep(grid, tmp_path_factory):
     """Command of a sweep of one run that takes far longer than any test waits, and its folder."""
@@ -246,6 +366,7 @@ def last_step(out):
     return max((json.loads(lines[-1])["step"] for lines in logs if lines), default=0)
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_saves_and_resumes_and_a_killed_one_leaves_no_workers(long_sweep):
     command, out = long_sweep
     first = start(command)
@@ -271,6 +392,63 @@ def test_an_interrupted_sweep_saves_and_resumes_and_a_killed_one_leaves_no_worke
     second.wait(60)
     _, alive = psutil.wait_procs(workers, timeout=60)
     assert alive == []
+
+
+@pytest.mark.slow
+def test_an_interrupted_launch_saves_too(long_sweep):
+    """The sweep alone is signalled: the training is in a session of its own, out of reach of the terminal."""
+    command, out = long_sweep
+    shutil.rmtree(out, ignore_errors=True)
+    first = start([*command, "--launch"])
+    wait_until(lambda: last_step(out) >= 3)
+    (folder,) = (path.parent for path in out.glob("*/run.json"))
+    training_process = psutil.Process(holder(folder).pid)
+    first.send_signal(signal.SIGINT)
+    assert first.wait(120) == 130
+    assert not training_process.is_running() and holder(folder) is None
+    assert list(out.glob("*/state/step-*"))
+
+
+def grid_command(grid, out, *overrides):
+    command = [sys.executable, "-m", "training.sweep", "--grid", str(grid), "--out", str(out)]
+    fields = ["budget_flops=null", "steps=40", "data.allow_repeat=true", "checkpoint_every=5"]
+    return [*command, "--jobs", "1", *fields, *overrides]
+
+
+@pytest.mark.slow
+def test_two_sweeps_at_once_train_every_run_once(grid, tmp_path):
+    """While a run's record says running, one process holds it, and never another one."""
+    out = tmp_path / "runs"
+    sweeps = [start(grid_command(grid, out)) for _ in range(2)]
+    trainers = defaultdict(set)
+    while any(process.poll() is None for process in sweeps):
+        for note in out.glob(".claims/*.holder"):
+            folder = out / note.stem
+            before, record, after = holder(folder), read_record(folder), holder(folder)
+            if before and before == after and record and record["status"] == "running":
+                trainers[folder.name].add(before.pid)
+        time.sleep(0.02)
+    assert [process.returncode for process in sweeps] == [0, 0]
+    table = read_table(out / "runs.csv")
+    assert len(table) == 4 and (table["status"] == "finished").all()
+    assert all(len(pids) == 1 for pids in trainers.values()) and len(trainers) == 4
+    for log in out.glob("*/log.jsonl"):
+        steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
+        assert steps == list(range(1, 41))
+
+
+@pytest.mark.slow
+def test_a_run_whose_worker_is_killed_is_resumed_while_the_others_go_on(grid, tmp_path):
+    out = tmp_path / "runs"
+    process = start(grid_command(grid, out, "steps=120"))
+    wait_until(lambda: last_step(out) >= 8)
+    (folder,) = (path.parent for path in out.glob("*/run.json"))
+    os.kill(holder(folder).pid, signal.SIGKILL)
+    assert process.wait(600) == 0
+    table = read_table(out / "runs.csv")
+    assert len(table) == 4 and (table["status"] == "finished").all()
+    steps = [json.loads(line)["step"] for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 121))
 
 
 @pytest.mark.parametrize(
