@@ -388,7 +388,7 @@ def resolve(fields: Any, overrides: Sequence[str] = (), source: str = "recipe") 
         given = OmegaConf.merge(
             OmegaConf.create(fields or {}), OmegaConf.from_dotlist(list(overrides))
         )
-        plain = _with_checkpoint(OmegaConf.to_container(given))
+        plain = _with_checkpoint(OmegaConf.to_container(given, throw_on_missing=True))
         config = OmegaConf.to_object(
             OmegaConf.merge(OmegaConf.structured(TrainingConfig), OmegaConf.create(plain))
         )

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_looped import LoopedConfig, LoopedForCausalLM
@@ -26,10 +27,13 @@ def initial_model(
 ) -> LoopedForCausalLM:
     """Build the model that training starts from, in float32."""
     if init_from is None:
-        return AutoModelForCausalLM.from_config(architecture, attn_implementation=attention)
-    return AutoModelForCausalLM.from_pretrained(
-        init_from, config=architecture, dtype=torch.float32, attn_implementation=attention
-    )
+        model = AutoModelForCausalLM.from_config(architecture, attn_implementation=attention)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            init_from, config=architecture, dtype=torch.float32, attn_implementation=attention
+        )
+    assert isinstance(model, LoopedForCausalLM)
+    return model
 
 
 def read_architecture(init_from: str) -> LoopedConfig:
@@ -65,14 +69,15 @@ def model_fields(init_from: str, given: dict[str, Any]) -> dict[str, Any]:
     """
     config = read_architecture(init_from)
     r, k = config.num_recurrences, config.num_backprop_recurrences
-    free = {"recurrences": r, "backprop_recurrences": "all" if k is None else str(k)} | {
-        name: given[name] for name in ("recurrences", "backprop_recurrences") if name in given
-    }
+    free: dict[str, Any] = {
+        "recurrences": r,
+        "backprop_recurrences": "all" if k is None else str(k),
+    } | {name: given[name] for name in ("recurrences", "backprop_recurrences") if name in given}
     shared = int(free["recurrences"]) * config.num_recurrent_layers
     fixed = {name: getattr(config, name) for name in FIXED} | {
         "shared_depth": shared,
         "effective_depth": config.num_prelude_layers + shared + config.num_coda_layers,
-        "rope_theta": config.rope_parameters["rope_theta"],
+        "rope_theta": (config.rope_parameters or {})["rope_theta"],
         "scale_residual": False,  # the checkpoint has its own multiplier
     }
     for name, value in fixed.items():
@@ -95,11 +100,14 @@ def architecture_to_train(
         If the checkpoint can't be read, lacks positions for the rows, or doesn't have that many recurrences.
     """
     read_architecture(init_from)
-    config = LoopedConfig.from_pretrained(
-        init_from,
-        num_recurrences=recurrences,
-        num_backprop_recurrences=backprop_recurrences,
-    )
+    try:
+        config = LoopedConfig.from_pretrained(
+            init_from,
+            num_recurrences=recurrences,
+            num_backprop_recurrences=backprop_recurrences,
+        )
+    except StrictDataclassError as error:
+        raise ValueError(f"model: {error.__cause__ or error}") from error
     if config.max_position_embeddings < sequence_length:
         raise ValueError(
             f"data.sequence_length is {sequence_length}, above max_position_embeddings = "

@@ -16,6 +16,7 @@ import psutil
 
 from .claims import CLAIMED, holder
 from .config import TrainingConfig, save_config
+from .loop import ended_record
 from .record import read_record
 
 ENDED = ("finished", "diverged")
@@ -41,15 +42,18 @@ def start(command: Sequence[str]) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(command, start_new_session=True, preexec_fn=ignore)
 
 
-def result(folder: Path) -> str:
+def result(config: TrainingConfig) -> str:
     """Return what became of a run whose training has ended: finished, diverged, claimed elsewhere, or what failed."""
-    record = read_record(folder) or {}
-    status = record.get("status")
-    if status in ENDED:
-        return str(status)
-    if holder(folder) is not None:
+    if holder(config.folder) is not None:
         return CLAIMED
-    if status == "failed":
+    try:
+        ended = ended_record(config)
+    except ValueError as error:  # another recipe's run, which the training has refused
+        return f"ValueError: {error}"
+    if ended:
+        return str(ended["status"])
+    record = read_record(config.folder) or {}
+    if record.get("status") == "failed":
         return str(record.get("error"))
     return "the training ended without a result (see above); the next sweep goes on from its last state"
 

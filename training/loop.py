@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -281,21 +281,21 @@ class _Run:
         for index, part in enumerate(parts):
             last = index + 1 == len(parts)
             with accumulating(self.model, accelerator, last):
-                output = self._forward(
+                loss, states = self._forward(
                     self.model, self.packed.train[part], output_recurrent_states=watch and last
                 )
-                accelerator.backward(output.loss / len(parts))
-            total += output.loss.detach() / len(parts)
+                accelerator.backward(loss / len(parts))
+            total += loss.detach() / len(parts)
         mean = accelerator.reduce(total, reduction="mean").item()
         gradients = gradient_norms(self.unwrapped)
         if not _not_finite(mean, gradients):
             self.optimizer.step()
-        return mean, gradients, state_norms(output.recurrent_states) if watch else {}
+        return mean, gradients, state_norms(states) if watch else {}
 
     def _forward(
         self, model: torch.nn.Module, rows: NDArray[np.int32], output_recurrent_states: bool = False
-    ) -> LoopedCausalLMOutput:
-        """Mean cross entropy of the next token over packed rows [B, T + 1], nats per token, as `loss`."""
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Mean cross entropy of the next token over packed rows [B, T + 1], nats per token, and wanted states."""
         tokens = torch.as_tensor(rows, dtype=torch.long, device=self.accelerator.device)
         inputs, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
         positions = None
@@ -303,7 +303,7 @@ class _Run:
             positions = document_positions(inputs, self.packed.bos_token_id)
         device = self.accelerator.device.type
         with torch.autocast(device, dtype=torch.bfloat16, enabled=self.bf16):
-            return model(
+            output: LoopedCausalLMOutput = model(
                 input_ids=inputs,
                 shift_labels=targets,
                 position_ids=positions,
@@ -311,6 +311,8 @@ class _Run:
                 skip_logits=True,
                 output_recurrent_states=output_recurrent_states,
             )
+        assert output.loss is not None
+        return output.loss, output.recurrent_states or ()
 
     def _log_entry(self, loss: float, norms: dict[str, float]) -> dict[str, Any]:
         step = self.counters.step
@@ -377,7 +379,7 @@ class _Run:
             batch = validation[np.arange(start, min(start + size, len(validation)))]
             tokens = len(batch) * self.config.data.sequence_length if mine else 0
             total += torch.tensor(
-                [self._forward(model, batch).loss.item() * tokens, tokens], dtype=torch.float64
+                [self._forward(model, batch)[0].item() * tokens, tokens], dtype=torch.float64
             ).to(total.device)
         nats, tokens = self.accelerator.reduce(total, reduction="sum").tolist()
         return nats / tokens, int(tokens)

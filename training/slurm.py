@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from .claims import CLAIMED
+from .config import TrainingConfig
 from .grid import PlannedRun
 from .launch import ENDED, recipe_of, result, start, stop
 from .ledger import write_runs
@@ -30,8 +31,8 @@ SIGNAL_WAIT_S = 10
 class TrainingJob:
     """Trains a run in a job of its own; called by submitit, and asked for a `checkpoint` when the job must end."""
 
-    def __init__(self, folder: Path, recipe: Path, patience_s: float) -> None:
-        self.folder, self.recipe, self.patience_s = folder, recipe, patience_s
+    def __init__(self, config: TrainingConfig, patience_s: float) -> None:
+        self.config, self.patience_s = config, patience_s
 
     def __call__(self) -> str:
         """Train, rebuild runs.csv, and return what became of the run.
@@ -39,23 +40,23 @@ class TrainingJob:
         Raises RuntimeError with the reason if it has no result. Before that it waits a little: where a scheduler
         signals all processes, the training may have ended before submitit asks for the checkpoint.
         """
-        self.process = start(_command(self.recipe))
+        self.process = start(_command(recipe_of(self.config)))
         # No wait() here: it holds a lock while it waits, at which `checkpoint`, in a signal handler, would get stuck.
         while self.process.poll() is None:
             time.sleep(0.5)
-        write_runs(self.folder.parent)
-        outcome = result(self.folder)
+        write_runs(Path(self.config.out))
+        outcome = result(self.config)
         if outcome in (*ENDED, CLAIMED):
             return outcome
         time.sleep(SIGNAL_WAIT_S)
-        raise RuntimeError(f"{self.folder.name}: {outcome}")
+        raise RuntimeError(f"{self.config.name}: {outcome}")
 
     def checkpoint(self) -> Any:
         """Have the training save its state and end; return what submitit queues again."""
         from submitit.helpers import DelayedSubmission
 
-        stop(self.process, self.folder, self.patience_s)
-        return DelayedSubmission(TrainingJob(self.folder, self.recipe, self.patience_s))
+        stop(self.process, self.config.folder, self.patience_s)
+        return DelayedSubmission(TrainingJob(self.config, self.patience_s))
 
 
 def _command(recipe: Path) -> list[str]:
@@ -107,9 +108,7 @@ def submit(
     jobs = []
     for run in runs:
         executor.update_parameters(name=run.config.name)
-        jobs.append(
-            executor.submit(TrainingJob(run.config.folder, recipe_of(run.config), 0.8 * delay))
-        )
+        jobs.append(executor.submit(TrainingJob(run.config, 0.8 * delay)))
     return jobs
 
 

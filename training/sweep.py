@@ -136,7 +136,7 @@ def submit_grid(
     *,
     retry_failed: bool = False,
 ) -> int:
-    """Submit a job for each run that has not ended and that nobody trains; return the exit status."""
+    """Pack the data here and submit a job for each run that has not ended and that nobody trains; return the status."""
     missing, outcome = _begin(runs, out, len(runs), retry_failed, console)
     free = [run for run in missing if holder(run.config.folder) is None]
     jobs = submit(free, out, cluster, settings)
@@ -245,7 +245,7 @@ def _launch_each(runs: Sequence[PlannedRun]) -> Outcome:
             stop(process, run.config.folder)
             process.wait()
             raise
-        outcome[run.config.name] = result(run.config.folder)
+        outcome[run.config.name] = result(run.config)
     return outcome
 
 

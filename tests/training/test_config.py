@@ -7,9 +7,11 @@ import pytest
 from omegaconf import OmegaConf
 
 import training
+from hf_looped import LoopedConfig
 from training.config import TrainingConfig, load_config, resolve, save_config
 
 RECIPES = sorted((Path(training.__file__).parent / "recipes").glob("*.yaml"))
+FINETUNE = next(path for path in RECIPES if path.stem == "finetune")
 FIELDS = {"budget_flops": 1e18, "batch_tokens": 8192}  # four rows of 2,048
 
 
@@ -56,12 +58,22 @@ def test_a_saved_recipe_reads_back_equal(tmp_path, overrides):
     assert load_config(tmp_path / "config.yaml") == config
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted({*RECIPES} - {FINETUNE}), ids=lambda path: path.stem)
 def test_recipes_that_come_along_load_and_build_their_model(path):
     config = load_config(path)
     assert isinstance(config, TrainingConfig)
     model = config.model.build(config.model.vocab_size or 1024, config.data.sequence_length)
     assert model.num_hidden_layers == config.model.effective_depth
+
+
+def test_the_recipe_for_training_on_takes_the_architecture_and_needs_a_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match="init_from: Missing mandatory value"):
+        load_config(FINETUNE)
+    LoopedConfig.iso_depth(64, 2, 6, 4, head_dim=16, vocab_size=512).save_pretrained(tmp_path)
+    config = load_config(FINETUNE, [f"init_from={tmp_path}"])
+    assert (config.model.hidden_size, config.model.recurrences) == (64, 2)
+    assert (config.model.effective_depth, config.model.shared_depth) == (6, 4)
+    assert config.data.tokenizer == str(tmp_path) and config.transfer.reference_recurrences == 2
 
 
 def test_a_config_is_frozen():
@@ -124,8 +136,14 @@ def test_a_config_is_frozen():
             "backprop_recurrences is 1.*passthrough.*no gradient.*injection='linear'",
         ),
             (["model.recurrences=1", "model.backprop_recurrences=5"], "backprop_recurrences is 5: must lie in 1"),
+            (["sharding=fsdp1"], "sharding is 'fsdp1': use one of none, fsdp2"),
+            (["report_to=mlflow"], "report_to is 'mlflow': use one of none, tensorboard, wandb, trackio"),
+            (["checkpoints_kept=0"], "checkpoints_kept is 0: it must be at least 1"),
+            (["samples=-1"], "samples is -1: it must be at least 0"),
+            (["data.packing_shards=0"], r"data\.packing_shards is 0: it must be at least 1"),
+            (["transfer.reference_depth=0"], r"transfer\.reference_depth is 0: it must be at least 1"),
             (["run_id=.."], r"folder name '\.\.'"),
-            (["run_id=data"], "folder name 'data'.*data, recipes"),
+            (["run_id=data"], "folder name 'data'.*data, recipes, jobs"),
             (["run_id=a/b"], "folder name 'a/b'.*no slashes"),
             (["variant=a/b"], "folder name 'a/b-.*no slashes"),
             (["optimizer.muonh_lr=nan"], r"optimizer\.muonh_lr is nan: it must be positive and finite"),

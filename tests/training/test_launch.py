@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,7 @@ import pytest
 import training
 from tests.training import pretend_training
 from training.claims import claim, holder
+from training.config import save_config
 from training.launch import result, start, stop
 
 ROOT = Path(training.__file__).parents[1]
@@ -101,18 +103,27 @@ def test_the_terminals_interrupt_does_not_reach_the_training(launch):
     assert os.getpgid(process.pid) != os.getpgid(0)
 
 
-def test_the_result_is_what_the_record_says(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    assert "without a result" in result(folder)
+def test_the_result_is_what_the_record_says(recipe, tmp_path):
+    config = recipe("run", f"out={tmp_path}")
+    config.folder.mkdir()
+    save_config(config, config.folder / "config.yaml")
+    assert "without a result" in result(config)
     for record, expected in (
         ({"status": "finished"}, "finished"),
         ({"status": "diverged"}, "diverged"),
         ({"status": "failed", "error": "ValueError: no"}, "ValueError: no"),
     ):
-        pretend_training.write(folder, **record)
-        assert result(folder) == expected
-    pretend_training.write(folder, status="running")
-    assert "goes on from its last state" in result(folder)
-    with claim(folder):
-        assert result(folder) == "claimed elsewhere"
+        pretend_training.write(config.folder, **record)
+        assert result(config) == expected
+    pretend_training.write(config.folder, status="running")
+    assert "goes on from its last state" in result(config)
+    with claim(config.folder):
+        assert result(config) == "claimed elsewhere"
+
+
+def test_a_finished_run_of_another_recipe_is_no_result(recipe, tmp_path):
+    config = recipe("run", f"out={tmp_path}")
+    config.folder.mkdir()
+    save_config(replace(config, seed=99), config.folder / "config.yaml")
+    pretend_training.write(config.folder, status="finished")
+    assert "another recipe" in result(config)

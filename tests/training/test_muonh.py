@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from pytorch_optimizer.optimizer.utils.matrix import zero_power_via_newton_schulz_5
 from safetensors.torch import load_file
+from transformers import Trainer, TrainingArguments
 
+import training.orthogonalise
 from hf_looped import LoopedConfig, LoopedForCausalLM
 from training.config import ModelConfig, OptimizerConfig, TransferConfig
 from training.hyperp import learning_rates, parameter_groups, reference_tokens
@@ -141,6 +144,51 @@ def test_orthogonalise_treats_matrices_of_a_batch_alone_and_keeps_zero():
     assert (together[2] == 0).all()
 
 
+@pytest.mark.parametrize("shape", [(5, 24, 24), (5, 24, 36), (5, 24, 48), (3, 16, 100)])
+def test_orthogonalise_equals_that_of_pytorch_optimizer_with_our_triples(shape):
+    """Wide ones take another way (products of Gram matrices): rounding, amplified, as in `_by_gram_matrices`."""
+    batch = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    expected = zero_power_via_newton_schulz_5(
+        batch, safety_factor=1.02, weights=TRIPLES, dtype=torch.float32
+    )
+    assert relative(orthogonalise(batch, torch.float32), expected) < 5e-5
+
+
+@pytest.mark.parametrize("condition", [1e1, 1e4, 1e8])
+def test_gram_matrices_give_the_plain_iteration_however_ill_conditioned(condition, monkeypatch):
+    """Against float64's plain iteration: rounding of the largest value's square, 1e-7, times 2e5: 0.02 at worst."""
+    values = torch.logspace(0, -torch.log10(torch.tensor(condition)).item(), 32).double()
+    matrix = spectrum(32, 128, values)[2][None]
+    with monkeypatch.context() as patch:
+        patch.setattr(training.orthogonalise, "_multiplies_exactly", lambda _: False)
+        expected = orthogonalise(matrix, torch.float64)
+    found = orthogonalise(matrix.float(), torch.float32)
+    assert relative(found.double(), expected) < 0.02
+    assert torch.linalg.svdvals(found[0]).max() < 1.2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "exact"),
+    [
+        (torch.float32, "none", True),
+        (torch.float32, "ieee", True),
+        (torch.float32, "bf16", False),
+        (torch.float32, "tf32", False),
+        (torch.bfloat16, "none", False),
+        (torch.float64, "bf16", True),
+    ],
+)
+def test_gram_matrices_are_left_alone_where_products_are_rounded(
+    dtype, precision, exact, monkeypatch
+):
+    """In bfloat16 they diverge; torch.set_float32_matmul_precision rounds float32 products as well."""
+    monkeypatch.setattr(torch.backends.mkldnn.matmul, "fp32_precision", precision)
+    calls = []
+    monkeypatch.setattr(training.orthogonalise, "_by_gram_matrices", lambda x: calls.append(1) or x)
+    orthogonalise(torch.ones(1, 4, 16), dtype)
+    assert bool(calls) == exact
+
+
 def test_bfloat16_orthogonalisation_is_near_that_of_float32():
     """bf16 keeps 8 bits; five steps amplify 2^-9 to a few per cent (0.05 in the docstring)."""
     batch = torch.stack([p.detach() for p in matrices(*[(32, 64)] * 3)])
@@ -165,8 +213,8 @@ def naive_step(weight, gradient, momentum, radius, lr, mu=0.95):
 
 
 def test_steps_equal_a_float64_loop_over_single_matrices():
-    """19 of one oriented shape (three of them tall), squares, and one alone; float32 rounding within 1e-4."""
-    shapes = [(8, 20)] * 16 + [(20, 8)] * 3 + [(12, 12)] * 2 + [(4, 30)]
+    """19 of one oriented shape (three of them tall), squares, rows and columns; float32 rounding within 1e-4."""
+    shapes = [(8, 20)] * 16 + [(20, 8)] * 3 + [(12, 12)] * 2 + [(4, 30), (1, 9), (9, 1)]
     parameters = matrices(*shapes)
     expected = [p.detach().double() for p in parameters]
     buffers = [torch.zeros_like(e) for e in expected]
@@ -256,6 +304,32 @@ def test_a_zero_gradient_moves_nothing(algorithm):
         torch.testing.assert_close(parameter.detach(), was, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)])
+def test_a_rate_of_zero_makes_the_state_and_leaves_every_bit_of_the_weights(rate):
+    parameters = matrices((4, 6), (6, 4), (5, 5), (3, 7))
+    before = [p.detach().clone() for p in parameters]
+    optimizer = MuonH(
+        [
+            {"params": parameters[:3], "algorithm": "muonh", "lr": rate},
+            {"params": parameters[3:], "algorithm": "adamw", "lr": rate},
+        ]
+    )
+    set_gradients(parameters, 0)
+    optimizer.step()
+    assert all(map(torch.equal, parameters, before))
+    assert all(optimizer.state[parameter] for parameter in parameters)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_matrix_that_is_not_finite_is_refused(value):
+    (parameter,) = matrices((3, 5))
+    parameter.grad = torch.ones(3, 5)
+    with torch.no_grad():
+        parameter[1, 2] = value
+    with pytest.raises(ValueError, match=r"shape \(3, 5\) is not finite"):
+        muonh([parameter]).step()
+
+
 def test_a_zero_matrix_is_refused():
     parameter = torch.nn.Parameter(torch.zeros(3, 5))
     parameter.grad = torch.ones(3, 5)
@@ -303,6 +377,75 @@ def test_state_dict_round_trip_goes_on_bit_for_bit(tmp_path):
     steps(resumed, copied, range(3, 6))
     for a, b in zip(straight, copied, strict=True):
         assert torch.equal(a, b)
+
+
+def test_loading_keeps_momentum_and_radius_in_float32():
+    """A checkpoint in bfloat16 loads as float32, and goes on with weights in float32 alone."""
+    parameters = matrices((4, 6), (6, 4))
+    optimizer = muonh(parameters)
+    set_gradients(parameters, 0)
+    optimizer.step()
+    state = optimizer.state_dict()
+    for values in state["state"].values():
+        for key, value in values.items():
+            values[key] = value.bfloat16()
+    resumed = muonh(parameters)
+    resumed.load_state_dict(state)
+    for parameter in parameters:
+        assert {v.dtype for v in resumed.state[parameter].values()} == {torch.float32}
+    parameters[0].data = parameters[0].data.bfloat16()
+    parameters[0].grad = None
+    with pytest.raises(ValueError, match="float32 master weights"):
+        resumed.step()
+
+
+def test_matrices_that_become_flat_after_the_optimiser_was_made_are_refused():
+    """As FSDP1 does, to shards without gradient too."""
+    parameters = matrices((4, 6), (6, 4))
+    optimizer = muonh(parameters)
+    set_gradients(parameters[1:], 0)
+    parameters[0].data = parameters[0].data.flatten()
+    with pytest.raises(ValueError, match=r"shape \(24,\).*whole matrices.*fully_shard"):
+        optimizer.step()
+
+
+def trained(folder, seed, steps=6, resume=None):
+    """Train a tiny looped model with the Trainer and a linear schedule; return model and log."""
+    torch.manual_seed(seed)
+    model = LoopedForCausalLM(ModelConfig(hidden_size=16, head_dim=8).build(64, 16)).train()
+    rates = {"matrix": 0.02, "embedding": 0.1, "lm_head": 0.01, "norm": 0.01}
+    optimizer = MuonH(parameter_groups(model, rates, OptimizerConfig()))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 8)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(64, (24, 16), generator=generator)
+    trainer = Trainer(
+        model,
+        TrainingArguments(
+            str(folder),
+            max_steps=steps,
+            save_steps=3,
+            per_device_train_batch_size=4,
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        ),
+        train_dataset=[{"input_ids": row, "labels": row} for row in ids],
+        optimizers=(optimizer, schedule),
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return model, trainer.state.log_history
+
+
+def test_the_trainer_follows_the_schedule_saves_and_resumes_to_the_same_bits(tmp_path):
+    """Six steps at once, and three and three by a model and an optimiser of another seed."""
+    whole, history = trained(tmp_path, seed=0)
+    resumed, _ = trained(tmp_path, seed=1, resume=str(tmp_path / "checkpoint-3"))
+    assert [entry["learning_rate"] for entry in history if "loss" in entry] == pytest.approx(
+        [0.02 * (1 - step / 8) for step in range(6)]
+    )
+    for (name, weight), other in zip(whole.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(weight, other), name
 
 
 def test_a_closure_is_called_with_gradients_on_and_its_loss_returned():

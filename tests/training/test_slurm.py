@@ -16,8 +16,8 @@ import training
 from tests.training import pretend_training
 from training import slurm
 from training.claims import claim
+from training.config import load_config, save_config
 from training.grid import PlannedRun
-from training.launch import recipe_of
 from training.loop import train
 from training.record import architecture_of, describe
 from training.slurm import TrainingJob, read_settings, submit
@@ -34,15 +34,16 @@ def wait_until(condition, seconds=120):
 
 
 @pytest.fixture
-def job(monkeypatch, tmp_path):
+def job(monkeypatch, recipe, tmp_path):
     """A job whose training is a pretended one below a launcher."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(slurm, "SIGNAL_WAIT_S", 0)
-    folder = tmp_path / "runs" / "run"
-    folder.mkdir(parents=True)
-    command = [sys.executable, pretend_training.__file__, "--launcher", str(folder)]
+    config = recipe("run", f"out={tmp_path / 'runs'}")
+    config.folder.mkdir(parents=True)
+    save_config(config, config.folder / "config.yaml")
+    command = [sys.executable, pretend_training.__file__, "--launcher", str(config.folder)]
     monkeypatch.setattr(slurm, "_command", lambda recipe: command)
-    return TrainingJob(folder, tmp_path / "recipe.yaml", patience_s=20)
+    return TrainingJob(config, patience_s=20)
 
 
 class Preempted(Exception):
@@ -57,7 +58,7 @@ def test_a_preempted_job_saves_and_the_next_one_goes_on(job, monkeypatch):
         again.append(job.checkpoint())
         raise Preempted
 
-    steps = job.folder / "steps"
+    steps = job.config.folder / "steps"
     steps.write_text("1000000")
     before = signal.signal(signal.SIGALRM, preempt)
     try:
@@ -67,20 +68,23 @@ def test_a_preempted_job_saves_and_the_next_one_goes_on(job, monkeypatch):
     finally:
         signal.signal(signal.SIGALRM, before)
     job.process.wait(10)
-    saved = int((job.folder / "saved").read_text())
-    assert saved > 0 and json.loads((job.folder / "run.json").read_text())["status"] == "running"
+    saved = int((job.config.folder / "saved").read_text())
+    assert (
+        saved > 0
+        and json.loads((job.config.folder / "run.json").read_text())["status"] == "running"
+    )
     steps.write_text(str(saved + 3))
     assert again[0].result() == "finished"  # submitit calls what `checkpoint` returned
-    assert json.loads((job.folder / "run.json").read_text())["steps_done"] == saved + 3
-    assert (job.folder.parent / "runs.csv").read_text().count("\n") == 2  # header and run
+    assert json.loads((job.config.folder / "run.json").read_text())["steps_done"] == saved + 3
+    assert (job.config.folder.parent / "runs.csv").read_text().count("\n") == 2  # header and run
 
 
 def test_a_job_without_a_result_fails_with_the_reason(job):
-    (job.folder / "steps").write_text("no number")
+    (job.config.folder / "steps").write_text("no number")
     with pytest.raises(RuntimeError, match="run: the training ended without a result"):
         job()
-    pretend_training.write(job.folder, status="failed", error="ValueError: no corpus")
-    (job.folder / "steps").unlink()
+    pretend_training.write(job.config.folder, status="failed", error="ValueError: no corpus")
+    (job.config.folder / "steps").unlink()
     job.process.wait()
     slurm_command = [sys.executable, "-c", "pass"]
     with pytest.MonkeyPatch.context() as patch:
@@ -90,9 +94,9 @@ def test_a_job_without_a_result_fails_with_the_reason(job):
 
 
 def test_a_job_of_a_claimed_run_ends_without_an_error(job):
-    (job.folder / "steps").write_text("3")
-    pretend_training.write(job.folder, status="running", run_id="run")
-    with claim(job.folder):
+    (job.config.folder / "steps").write_text("3")
+    pretend_training.write(job.config.folder, status="running", run_id="run")
+    with claim(job.config.folder):
         assert job() == "claimed elsewhere"
 
 
@@ -168,4 +172,4 @@ def test_jobs_train_to_the_end_and_a_preempted_one_has_the_weights_of_an_undistu
     table = (tmp_path / "runs.csv").read_text()
     assert table.count("finished") == 2
     assert train(configs[0])["status"] == "finished"  # nothing is left to do
-    assert recipe_of(configs[0]).is_file()
+    assert load_config(tmp_path / "recipes" / "job.yaml") == configs[0]

@@ -69,7 +69,7 @@ def grid(recipe_fields, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def swept(grid, tmp_path_factory):
-    """Plan alone; sweep with one folder in the way and one run claimed; launch those without either; and once more."""
+    """Plan alone; sweep with one folder in the way; launch the one that is missing without it; and once more."""
     out = tmp_path_factory.mktemp("sweep") / "runs"
     dry = call(out, grid, "--dry-run")
     assert not out.exists()
@@ -77,8 +77,7 @@ def swept(grid, tmp_path_factory):
     blocked = configs[1]
     blocked.folder.mkdir(parents=True)
     save_config(replace(blocked, seed=99), blocked.folder / "config.yaml")
-    with claim(configs[0].folder):
-        first = call(out, grid, "--jobs", "1")
+    first = call(out, grid, "--jobs", "1")
     shutil.rmtree(blocked.folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
@@ -117,19 +116,14 @@ def test_a_failing_run_is_reported_and_the_others_finish(swept):
     assert first.status == 1
     (line,) = [line for line in first.text.splitlines() if line.startswith("failed: ")]
     assert configs[1].name in line and "another recipe" in line
-    assert "2 of 4 runs finished" in first.text
-    assert set(first.table["run_id"]) == {configs[2].name, configs[3].name}
-
-
-def test_a_run_claimed_by_another_process_is_left_to_it(swept):
-    _, _, first, *_ = swept
-    assert "1 runs are being trained by another sweep" in first.text
+    assert "3 of 4 runs finished" in first.text
+    assert set(first.table["run_id"]) == {c.name for c in configs} - {configs[1].name}
 
 
 def test_the_next_call_runs_what_is_missing_and_skips_the_rest(swept):
     configs, _, _, second, _ = swept
     assert second.status == 0
-    assert "2 of 4 runs have ended before and are skipped" in second.text
+    assert "3 of 4 runs have ended before and are skipped" in second.text
     assert "4 of 4 runs finished" in second.text
     assert set(second.table["run_id"]) == {config.name for config in configs}
 
@@ -210,15 +204,6 @@ def copy_runs(configs, out):
     return out
 
 
-def test_a_finished_run_of_another_recipe_is_not_taken_for_done(swept, grid, tmp_path):
-    """Names don't tell learning rates apart: a changed recipe in the same folder is refused, not skipped."""
-    configs, *_ = swept
-    out = copy_runs(configs, tmp_path / "runs")
-    again = call(out, grid, "--jobs", "1", "optimizer.muonh_lr=0.001")
-    assert again.status == 1 and "ended before" not in again.text
-    assert again.text.count("another recipe") == len(configs)
-
-
 def test_runs_of_another_grid_in_the_folder_are_named(swept, tmp_path):
     configs, *_ = swept
     out = copy_runs(configs, tmp_path / "runs")
@@ -251,6 +236,23 @@ def fail(config, out):
     path = out / config.name / "run.json"
     record = json.loads(path.read_text())
     path.write_text(json.dumps(record | {"status": "failed", "error": "RuntimeError: no"}))
+
+
+def test_a_finished_run_of_another_recipe_is_not_taken_for_done(swept, grid, pretended):
+    """Names don't tell learning rates apart: a changed recipe in the same folder is trained, which refuses it."""
+    configs, (out, trained) = swept[0], pretended
+    again = call(out, grid, "--jobs", "1", "optimizer.muonh_lr=0.001")
+    assert "ended before" not in again.text
+    assert set(trained[0]) == {config.name for config in configs}
+
+
+def test_runs_that_another_sweep_trains_are_no_failures(swept, grid, pretended, monkeypatch):
+    configs, (out, _) = swept[0], pretended
+    shutil.rmtree(out / configs[0].name)
+    monkeypatch.setattr(sweep, "run_here", lambda *_: {configs[0].name: "claimed elsewhere"})
+    done = call(out, grid, "--jobs", "1")
+    assert done.status == 0 and "1 runs are being trained by another sweep" in done.text
+    assert "3 of 4 runs finished" in done.text and len(done.table) == 3
 
 
 def test_failed_runs_are_tried_again_only_when_asked(swept, grid, pretended):

@@ -7,12 +7,14 @@ import signal
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
 from tests.training import pretend_worker
 from training import workers
+from training.claims import ClaimedElsewhere
 from training.loop import Interrupted
 from training.workers import run_here
 
@@ -100,3 +102,14 @@ def test_a_run_is_asked_to_stop_by_the_sweeps_word_and_by_its_death(monkeypatch,
 
     monkeypatch.setattr(workers, "train", train)
     assert workers._train(None, theirs) == ("ended", "interrupted")
+
+
+def test_what_train_raises_is_told_apart(monkeypatch):
+    _, theirs = multiprocessing.Pipe()
+    for error, news in (
+        (ClaimedElsewhere("by host"), ("claimed", "claimed elsewhere")),
+        (ValueError("no corpus"), ("ended", "ValueError: no corpus")),
+        (MemoryError("no memory"), ("ended", "MemoryError: no memory")),
+    ):
+        monkeypatch.setattr(workers, "train", Mock(side_effect=error))
+        assert workers._train(None, theirs) == news
