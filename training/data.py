@@ -339,8 +339,10 @@ def _split_record(folder: Path, written: list[dict[str, Any]], data: DataConfig)
 
 def _reopen(data: DataConfig, folder: Path) -> PackedData:
     metadata = _read_metadata(folder)
-    now = _settings(data)
-    for name, made in metadata["settings"].items():
+    now, then = _settings(data), metadata["settings"]
+    if now["tokenizer"] is not None and then["tokenizer"] is not None:
+        now["tokenizer"] = then["tokenizer"]  # wherever it lies now: `open_packed` compares it
+    for name, made in then.items():
         if made != now[name]:
             raise _disagreement(folder, name, made, now[name])
     if data.corpus != "docstrings":

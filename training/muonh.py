@@ -282,12 +282,13 @@ def _move(placements: tuple[Placement, ...], to: Callable[[int], int]) -> tuple[
     """Return the same kinds of placements with shards of other dimensions."""
     moved: list[Placement] = []
     for placement in placements:
-        if hasattr(placement, "split_factor"):  # strided shards: FSDP2 over tensor parallelism
-            kind: Any = type(placement)
-            placement = kind(to(placement.dim), split_factor=placement.split_factor)
-        elif isinstance(placement, Shard):
-            placement = Shard(to(placement.dim))
-        moved.append(placement)
+        if isinstance(placement, Shard):
+            moved.append(Shard(to(placement.dim)))
+        elif hasattr(placement, "split_factor"):  # strided shards: FSDP2 over tensor parallelism
+            strided: Any = placement
+            moved.append(type(strided)(to(strided.dim), split_factor=strided.split_factor))
+        else:
+            moved.append(placement)
     return tuple(moved)
 
 

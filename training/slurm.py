@@ -41,9 +41,7 @@ class TrainingJob:
         signals all processes, the training may have ended before submitit asks for the checkpoint.
         """
         self.process = start(_command(recipe_of(self.config)))
-        # No wait() here: it holds a lock while it waits, at which `checkpoint`, in a signal handler, would get stuck.
-        while self.process.poll() is None:
-            time.sleep(0.5)
+        self.process.wait()
         write_runs(Path(self.config.out))
         outcome = result(self.config)
         if outcome in (*ENDED, CLAIMED):

@@ -134,7 +134,7 @@ def last_entry(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL))
-            lines = file.read().split(b"\n")[:-1]
+            lines = file.read().split(b"\n")
     except OSError:
         return {}
     for line in reversed(lines):

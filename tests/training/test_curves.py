@@ -76,6 +76,22 @@ def test_a_noisy_curve_lies_within_its_own_error_bars_as_often_as_it_should():
     assert 0.90 < near["regret"] / 600 < 0.98
 
 
+def test_the_error_bars_are_those_of_numpys_covariance_to_first_order():
+    """Five points, two degrees of freedom; slopes of −c1/(2·c2) and c1²/(4·c2) by central differences."""
+    losses = parabola(0.016) + np.array([0.003, -0.002, 0.001, 0.004, -0.001])
+    curve = fit(RATES, losses, BASE)
+    best, covariance = np.polyfit(np.log(FACTORS), losses, 2, cov=True)
+
+    def error(function):
+        steps = 1e-6 * np.eye(3)
+        slope = np.array([(function(best + h) - function(best - h)) / 2e-6 for h in steps])
+        return math.sqrt(slope @ covariance @ slope)
+
+    assert curve.optimum_error == pytest.approx(error(lambda c: -c[1] / (2 * c[0])), rel=1e-6)
+    assert curve.regret_error == pytest.approx(error(lambda c: c[1] ** 2 / (4 * c[0])), rel=1e-6)
+    assert fit(RATES[1:4], losses[1:4], BASE).optimum_error is None
+
+
 @pytest.mark.parametrize(
     ("optimum", "edge"),
     [(BASE / 10, "lower"), (BASE * 10, "upper"), (BASE * 0.51, "lower"), (BASE * 1.95, "upper")],

@@ -3,13 +3,18 @@
 import errno
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
-from dataclasses import replace
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import datasets
 import numpy as np
+import psutil
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -195,6 +200,58 @@ def test_the_number_of_processes_changes_no_byte(config, tmp_path, monkeypatch, 
     assert "300/300" in capsys.readouterr().out.replace(" ", "")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble", ["interruption", "error"])
+def test_an_interruption_and_an_error_of_one_process_stop_all(packed, tmp_path, trouble):
+    """Eight shards that take seconds each; no process is left, and not all documents were read."""
+    texts = [" ".join(make_texts(50, seed)) for seed in range(100)] * 40
+    documents = datasets.Dataset.from_dict({"text": texts})
+    plan = packers.plan_shards(tmp_path, documents, range(len(texts)), most=8, buffer=20)
+    if trouble == "error":
+        plan[1] = replace(plan[1], path=tmp_path / "nowhere" / "shard.npy")
+    packer = packers.Packer(
+        tokenizer=packed.tokenizer, row_length=T + 1, buffer=20, document_characters=None
+    )
+    read = []
+
+    def advance(documents):
+        read.append(documents)
+        if documents and trouble == "interruption":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt if trouble == "interruption" else FileNotFoundError):
+        packers.write_shards(packer, plan, processes=2, advance=advance)
+    assert multiprocessing.active_children() == []
+    assert sum(read) < len(texts)
+
+
+@pytest.mark.slow
+def test_processes_end_when_the_one_that_started_them_is_killed(config, tmp_path):
+    """Else they would write on in a folder that the next one clears."""
+    texts = [" ".join(make_texts(50, seed)) for seed in range(100)] * 40
+    file = write_corpus(tmp_path / "long.jsonl", texts)
+    code = (
+        "from pathlib import Path; import os; from training import config, data, packers\n"
+        "packers.POOL_MIN_BYTES = 0; os.sched_getaffinity = lambda _: {0, 1}\n"
+        f"options = {asdict(replace(config, files=[file]))}\n"
+        f"data.prepare(config.DataConfig(**options), Path({str(tmp_path / 'packed')!r}))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("packed.partial/train/*.npy")):
+            assert parent.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        workers = psutil.Process(parent.pid).children(recursive=True)
+        assert len(workers) >= 2
+    finally:
+        parent.kill()
+        parent.wait()
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+    assert not (tmp_path / "packed").exists()
+
+
 def test_the_same_settings_give_the_same_folder_elsewhere(config, packed, tmp_path):
     again = prepare(config, tmp_path / "elsewhere" / "packed", progress=False)
     assert again.metadata == packed.metadata
@@ -275,6 +332,9 @@ def test_a_given_tokenizer_is_used_and_one_that_changed_in_its_folder_is_noticed
     packed = prepare(given, tmp_path / "packed", progress=False)
     assert len(packed.tokenizer) == 280
     assert prepare(replace(given, vocab_size=999), packed.folder).metadata == packed.metadata
+    packed.tokenizer.save_pretrained(tmp_path / "copy")  # the same one under another name
+    moved = replace(given, tokenizer=str(tmp_path / "copy"))
+    assert prepare(moved, packed.folder, progress=False).metadata == packed.metadata
     train_tokenizer(make_texts(50), 281).save_pretrained(tmp_path / "tokenizer")
     with pytest.raises(ValueError, match="tokenizer sha256.*asked for now"):
         prepare(given, packed.folder, progress=False)

@@ -182,10 +182,14 @@ def test_gram_matrices_are_left_alone_where_products_are_rounded(
     dtype, precision, exact, monkeypatch
 ):
     """In bfloat16 they diverge; torch.set_float32_matmul_precision rounds float32 products as well."""
-    monkeypatch.setattr(torch.backends.mkldnn.matmul, "fp32_precision", precision)
-    calls = []
+    calls, products = [], torch.backends.mkldnn.matmul
     monkeypatch.setattr(training.orthogonalise, "_by_gram_matrices", lambda x: calls.append(1) or x)
-    orthogonalise(torch.ones(1, 4, 16), dtype)
+    before = products.fp32_precision
+    products.fp32_precision = precision
+    try:
+        orthogonalise(torch.ones(1, 4, 16), dtype)
+    finally:
+        products.fp32_precision = before
     assert bool(calls) == exact
 
 

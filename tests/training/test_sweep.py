@@ -352,11 +352,25 @@ def long_sweep(grid, tmp_path_factory):
     return [*command, "--out", str(out), "--jobs", "1", *overrides], out
 
 
-def start(command):
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+@pytest.fixture
+def start():
+    """start(command) → a process; it and its workers are killed at the end, whatever the test came to."""
+    processes = []
+
+    def begin(command):
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        processes.append(psutil.Popen(command, cwd=ROOT, **quiet))
+        return processes[-1]
+
+    yield begin
+    for process in processes:
+        family = [*process.children(recursive=True), process] if process.is_running() else []
+        for member in family:
+            member.kill()
+        process.wait()
 
 
-def wait_until(condition, seconds=90):
+def wait_until(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -369,7 +383,9 @@ def last_step(out):
 
 
 @pytest.mark.slow
-def test_an_interrupted_sweep_saves_and_resumes_and_a_killed_one_leaves_no_workers(long_sweep):
+def test_an_interrupted_sweep_saves_and_resumes_and_a_killed_one_leaves_no_workers(
+    long_sweep, start
+):
     command, out = long_sweep
     first = start(command)
     wait_until(lambda: last_step(out) >= 3)
@@ -397,7 +413,7 @@ def test_an_interrupted_sweep_saves_and_resumes_and_a_killed_one_leaves_no_worke
 
 
 @pytest.mark.slow
-def test_an_interrupted_launch_saves_too(long_sweep):
+def test_an_interrupted_launch_saves_too(long_sweep, start):
     """The sweep alone is signalled: the training is in a session of its own, out of reach of the terminal."""
     command, out = long_sweep
     shutil.rmtree(out, ignore_errors=True)
@@ -418,7 +434,7 @@ def grid_command(grid, out, *overrides):
 
 
 @pytest.mark.slow
-def test_two_sweeps_at_once_train_every_run_once(grid, tmp_path):
+def test_two_sweeps_at_once_train_every_run_once(grid, tmp_path, start):
     """While a run's record says running, one process holds it, and never another one."""
     out = tmp_path / "runs"
     sweeps = [start(grid_command(grid, out)) for _ in range(2)]
@@ -440,7 +456,7 @@ def test_two_sweeps_at_once_train_every_run_once(grid, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_whose_worker_is_killed_is_resumed_while_the_others_go_on(grid, tmp_path):
+def test_a_run_whose_worker_is_killed_is_resumed_while_the_others_go_on(grid, tmp_path, start):
     out = tmp_path / "runs"
     process = start(grid_command(grid, out, "steps=120"))
     wait_until(lambda: last_step(out) >= 8)
