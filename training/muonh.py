@@ -137,10 +137,8 @@ class MuonH(torch.optim.Optimizer):
         updates = torch._foreach_lerp(gradients, buffers, momentum)
         tall = [matrix.shape[0] > matrix.shape[1] for matrix in stack]
         batch = torch.stack([u.mT if turn else u for u, turn in zip(updates, tall, strict=True)])
-        share = layout.gather_share(
-            batch.to(self.orthogonalise_dtype)
-        )  # [of this process, rows, columns]
-        share = orthogonalise(share, self.orthogonalise_dtype)
+        dtype = self.orthogonalise_dtype
+        share = orthogonalise(layout.gather_share(batch.to(dtype)), dtype)  # [share, rows, columns]
         norms = torch.linalg.vector_norm(share, dim=(1, 2), keepdim=True, dtype=torch.float32)
         share /= norms.clamp_min(1e-12)
         batch = layout.return_share(share, len(stack)).float()  # [n, local rows, local columns]

@@ -130,7 +130,7 @@ def test_reference_tokens_follow_the_recipe_and_not_the_width_of_the_run():
 @pytest.mark.parametrize("r", [1, 2, 4])
 @pytest.mark.parametrize("gated", [False, True])
 def test_reference_tokens_count_grouped_heads_and_gated_mlps(r, gated):
-    """By hand: q and o d², k and v a quarter of that, two or three d×3d matrices, two gains; injection 2d² r_ref times."""
+    """By hand: q, o d², k, v a quarter of that, two or three d×3d matrices, two gains; injection 2d² r_ref times."""
     fields = {"num_key_value_heads": 2, "intermediate_size": 3 * 256}
     model = ModelConfig(hidden_size=256, head_dim=32, recurrences=r, **fields)
     architecture = LoopedConfig.from_dict(model.build(64, 8).to_dict(), gated_mlp=gated)

@@ -135,11 +135,11 @@ def test_a_large_norm_does_not_overflow_when_sections_are_summed():
     assert gradient_norms(model)["gradient_norm"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_norms_of_half_precision_gradients_are_summed_in_float32():
-    """2^16 elements of 1 + 2^-7: a bfloat16 sum would stop growing at 2^8, one in float32 loses 3e-5 on CPUs."""
-    model = nn.ModuleDict({"coda": nn.Linear(256, 256, bias=False, dtype=torch.bfloat16)})
-    model["coda"].weight.grad = torch.full((256, 256), 1 + 2**-7, dtype=torch.bfloat16)
-    expected = 256 * (1 + 2**-7)
+def test_norms_of_half_precision_gradients_are_summed_and_returned_in_float32():
+    """6·10^4 ones: in bfloat16 the sum would stop growing at 2^8, and the norm would be 2e-3 off; on CPUs 3e-5."""
+    model = nn.ModuleDict({"coda": nn.Linear(300, 200, bias=False, dtype=torch.bfloat16)})
+    model["coda"].weight.grad = torch.ones(200, 300, dtype=torch.bfloat16)
+    expected = math.sqrt(60_000)
     assert gradient_norms(model)["gradient_norm/coda"] == pytest.approx(expected, rel=1e-4)
 
 

@@ -4,6 +4,7 @@ This file runs as a script, once for all cases, and forks when everything is imp
 file.
 """
 
+import importlib
 import os
 import subprocess
 import sys
@@ -33,10 +34,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import training.muonh
 from training.muonh import MuonH
 
-WORLD, STEPS, SAVED = 4, 5, 2
+WORLD, STEPS, SAVED = 4, 4, 2
 # Rows and columns that 4 and 2 divide or not, fewer rows than processes, more matrices of a shape than processes, and
 # fewer.
-SHAPES = [(7, 13)] * 5 + [(13, 7)] * 2 + [(6, 6)] * 3 + [(1, 9), (9, 1), (2, 8), (8, 16)]
+SHAPES = [(7, 13)] * 5 + [(13, 7)] * 2 + [(6, 6)] * 2 + [(2, 8), (1, 9), (9, 1)]
 VECTORS = [(7,), (3,)]
 LAYOUTS = ["ddp", "group", "fsdp2", "accelerate", "hybrid", "tensor", "fsdp2-tensor"]
 STATES = ["ddp", "fsdp2"]
@@ -107,7 +108,7 @@ def share(layout, model):
         return fully_shard(model)
     if layout == "hybrid":
         return fully_shard(model, mesh=pairs)
-    # Columns of the even matrices and rows of the odd ones.
+    # Columns of the even matrices and rows of the odd ones, each with at least one for every process of the inner pairs.
     mesh = init_device_mesh("cpu", (WORLD,)) if layout == "tensor" else pairs["inner"]
     for i, matrix in enumerate(model.matrices):
         spread = distribute_tensor(matrix.detach(), mesh, [Shard((i + 1) % 2)])
@@ -126,7 +127,8 @@ def gradient_setter(layout, model, called):
     def by_hand(step):
         for p, g in zip(model.parameters(), mean_gradients(step), strict=True):
             if p.ndim == 1 and layout == "tensor":  # as sequence parallelism leaves those of norms
-                p.grad = DTensor.from_local(g / WORLD, p.device_mesh, [Partial()])
+                part = g if dist.get_rank() == WORLD - 1 else torch.zeros_like(g)
+                p.grad = DTensor.from_local(part, p.device_mesh, [Partial()])
             else:
                 p.grad = distribute_tensor(g, p.device_mesh, p.placements, src_data_rank=None)
 
@@ -305,7 +307,7 @@ def assert_same_update(found, model, bound=2e-5):
     """Compare the movement since the first step, relative to its norm.
 
     Gradients and momenta are equal to the bit, but norms and products are summed in another order: 6e-8 each, which
-    five steps of Polar Express, whose slopes multiply to 1,000 at singular value 0, amplify. Measured: 2e-6.
+    the five iterations of Polar Express, whose slopes multiply to 1,000 at singular value 0, amplify. Measured: 2e-6.
     """
     for a, b, first in zip(found, model.parameters(), Toy().parameters(), strict=True):
         moved = (b - first).norm()
@@ -328,10 +330,10 @@ def test_each_matrix_is_orthogonalised_by_one_process(four_processes, layout):
 
 
 def test_collectives_grow_with_the_number_of_layouts_and_not_of_matrices(four_processes):
-    """14 matrices in 5 oriented shapes, 7 with the side on which FSDP2 cuts: to and fro, and norms if sharded."""
-    assert four_processes("steps-ddp")["collectives"] == 5
+    """12 matrices in 4 oriented shapes, 6 with the side on which FSDP2 cuts: to and fro, and norms if sharded."""
+    assert four_processes("steps-ddp")["collectives"] == 4
     for layout in ("fsdp2", "accelerate"):
-        assert four_processes(f"steps-{layout}")["collectives"] == 3 * 7
+        assert four_processes(f"steps-{layout}")["collectives"] == 3 * 6
 
 
 # State dicts
@@ -395,4 +397,5 @@ def test_plain_matrices_that_differ_between_processes_are_refused(four_processes
 
 
 if __name__ == "__main__":
+    importlib.import_module("torch._dynamo")  # DDP would in each process
     multiprocessing.start_processes(work, (Path(sys.argv[1]),), nprocs=WORLD, start_method="fork")

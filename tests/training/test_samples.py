@@ -122,9 +122,12 @@ def test_prompt_and_continuation_shrink_to_the_context(
     model = make_model(max_position_embeddings=positions)
     rows = make_rows(tokenizer, 1, length)
     seen = []
-    model.model.register_forward_pre_hook(
-        lambda _, __, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
+
+    def note(module, arguments, named):
+        assert not module.training and not torch.is_grad_enabled()
+        seen.append(named["input_ids"].shape[1])
+
+    model.model.register_forward_pre_hook(note, with_kwargs=True)
     write_samples(model, tokenizer, rows, tmp_path / "samples.md")
     text = (tmp_path / "samples.md").read_text()
     assert f"{sizes[0]} tokens continued by {sizes[1]}" in text
