@@ -108,7 +108,7 @@ def share(layout, model):
         return fully_shard(model)
     if layout == "hybrid":
         return fully_shard(model, mesh=pairs)
-    # Columns of the even matrices and rows of the odd ones, each with at least one for every process of the inner pairs.
+    # Columns of the even matrices and rows of the odd ones, each with one or more for every process of the inner pairs.
     mesh = init_device_mesh("cpu", (WORLD,)) if layout == "tensor" else pairs["inner"]
     for i, matrix in enumerate(model.matrices):
         spread = distribute_tensor(matrix.detach(), mesh, [Shard((i + 1) % 2)])
