@@ -4,27 +4,31 @@ Works on any run table (see `runs`), without the rest of the project and without
 """
 
 from .analysis import Analysis, analyse
-from .bootstrap import PhiInterval, bootstrap_phi
-from .fit import JointFit, fit_joint
+from .bootstrap import PhiInterval, bootstrap
+from .fit import ChinchillaFit, JointFit, fit_chinchilla, fit_joint
 from .frontier import architectures, frontier, optimum
 from .isoflops import IsoFlopsMinimum, isoflops_minima
 from .laws import Chinchilla, JointLaw
 from .outputs import write_outputs
 from .runs import collect_runs, read_table, write_table
 from .split import SPLITS, split_parameters
+from .table import RunTable
 
 __all__ = [
     "SPLITS",
     "Analysis",
     "Chinchilla",
+    "ChinchillaFit",
     "IsoFlopsMinimum",
     "JointFit",
     "JointLaw",
     "PhiInterval",
+    "RunTable",
     "analyse",
     "architectures",
-    "bootstrap_phi",
+    "bootstrap",
     "collect_runs",
+    "fit_chinchilla",
     "fit_joint",
     "frontier",
     "isoflops_minima",

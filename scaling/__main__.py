@@ -13,8 +13,9 @@ from .analysis import analyse
 from .outputs import write_json, write_plots, write_text
 from .readiness import check_table
 from .report import render
-from .runs import collect_runs, prepare, read_raw, read_table
+from .runs import collect_runs, prepare, read_raw
 from .split import SPLITS
+from .table import RunTable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,14 +32,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fit(options: argparse.Namespace) -> int:
-    frame = read_table(
+    table = RunTable.read(
         options.table,
+        split=options.split,
         loss=options.loss,
         loss_unit=options.loss_unit,
         drop=options.drop,
         variant=options.variant,
     )
-    analysis = analyse(frame, split=options.split, loss=options.loss, seed=options.seed)
+    analysis = analyse(table, seed=options.seed)
     text = render(analysis)
     print(text, end="")
     if options.report:

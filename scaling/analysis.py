@@ -5,19 +5,20 @@ Free and restricted fits, interval, minima, frontier, seeds, warnings.
 Symbols follow Schwethelm et al. 2026 (arXiv:2604.21106).
 """
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from .bootstrap import RESAMPLES, PhiInterval, bootstrap_phi
+from .bootstrap import RESAMPLES, PhiInterval, bootstrap
 from .fit import JointFit, fit_joint
 from .frontier import Architecture, architectures, frontier
 from .isoflops import IsoFlopsMinimum, isoflops_minima
+from .record import plain
 from .seeds import Gap, SeedSpread, gaps_between_r, seed_spread
 from .split import SPLITS
+from .table import RunTable, as_table
 
 WIDE_INTERVAL = 0.3  # width of the interval of φ above which the report warns
 FEW_CELLS = 10
@@ -56,28 +57,25 @@ class Analysis:
 
     def budgets(self) -> list[float]:
         """List the table's compute budgets, FLOPs, ascending; empty when it has none."""
-        if "budget_flops" not in self.fit.runs:
-            return []
-        return sorted(float(value) for value in self.fit.runs["budget_flops"].dropna().unique())
+        return self.fit.table.budgets()
 
 
 def analyse(
-    frame: pd.DataFrame,
+    data: RunTable | pd.DataFrame,
     *,
-    split: str = "text",
-    loss: str = "val_loss",
+    delta: float = 1e-3,
     resamples: int = RESAMPLES,
     seed: int = 0,
-    whole: pd.DataFrame | None = None,
 ) -> Analysis:
     """Fit the table freely and with φ = 0 and φ = 1, bootstrap φ, and collect what a report needs.
 
-    Arguments as in `fit.fit_joint`. Raises ValueError for a bad table or a design that cannot
-    identify φ.
+    Arguments as in `fit.fit_joint` and `bootstrap.bootstrap`. Raises ValueError for a bad table or
+    a design that cannot identify φ.
     """
-    fit = fit_joint(frame, split=split, loss=loss, whole=whole)
-    restricted, refusals = _restricted(frame, split=split, loss=loss, whole=whole)
-    interval = bootstrap_phi(fit, resamples=resamples, seed=seed)
+    table = as_table(data)
+    fit = fit_joint(table, delta=delta)
+    restricted, refusals = _restricted(table, delta)
+    interval = bootstrap(fit, resamples=resamples, seed=seed)
     found, reasons = architectures(fit.runs)
     seeds, gaps = seed_spread(fit.runs), gaps_between_r(fit.runs)
     return Analysis(
@@ -98,9 +96,7 @@ def analyse(
     )
 
 
-def _restricted(
-    frame: pd.DataFrame, *, split: str, loss: str, whole: pd.DataFrame | None
-) -> tuple[dict[int, JointFit], list[str]]:
+def _restricted(table: RunTable, delta: float) -> tuple[dict[int, JointFit], list[str]]:
     """Fit with φ held at 0 and at 1; a value that the design cannot take becomes a warning.
 
     At φ = 1 iso-FLOPs architectures coincide, so that few widths and budgets leave too few points.
@@ -109,14 +105,7 @@ def _restricted(
     refusals = []
     for phi in (0, 1):
         try:
-            fits[phi] = fit_joint(
-                frame,
-                split=split,
-                loss=loss,
-                phi=float(phi),
-                whole=whole,
-                n_starts=_RESTRICTED_STARTS,
-            )
+            fits[phi] = fit_joint(table, phi=float(phi), delta=delta, n_starts=_RESTRICTED_STARTS)
         except ValueError as error:
             refusals.append(f"no fit with φ = {phi}: {error}")
     return fits, refusals
@@ -237,7 +226,7 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "gaps_between_r": [{**asdict(gap), "gap": gap.gap} for gap in analysis.gaps],
         "warnings": list(analysis.warnings),
     }
-    return {str(key): _plain(item) for key, item in value.items()}
+    return {str(key): plain(item) for key, item in value.items()}
 
 
 def _numbers(fit: JointFit) -> dict[str, Any]:
@@ -257,16 +246,3 @@ def _numbers(fit: JointFit) -> dict[str, Any]:
         "condition": fit.condition,
         "at_bound": list(fit.at_bound),
     }
-
-
-def _plain(value: Any) -> Any:
-    """Python values only, with None for what is not finite: strict JSON has no NaN."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -13,6 +13,7 @@ import pandas as pd
 
 from .fit import JointFit
 from .laws import FloatArray
+from .record import Record
 from .solve import bounds, solve_resamples
 
 RESAMPLES = 200
@@ -20,7 +21,7 @@ _TRIES = 50  # draws per wanted resample before giving up
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PhiInterval:
+class PhiInterval(Record):
     """Percentile interval of φ, or the reason why there is none.
 
     low, high: 2.5th and 97.5th percentile. draws: φ of every resample [n_resamples]. n_redrawn:
@@ -36,10 +37,10 @@ class PhiInterval:
     n_at_bound: int
     seed: int
     reason: str | None
-    draws: FloatArray = field(repr=False)
+    draws: tuple[float, ...] = field(repr=False)
 
 
-def bootstrap_phi(fit: JointFit, *, resamples: int = RESAMPLES, seed: int = 0) -> PhiInterval:
+def bootstrap(fit: JointFit, *, resamples: int = RESAMPLES, seed: int = 0) -> PhiInterval:
     """Refit the law on draws of the table's (budget_flops, r) cells and take percentiles of φ.
 
     The split stays as the fit computed it on the whole table. Without budget_flops, or with
@@ -85,7 +86,7 @@ def bootstrap_phi(fit: JointFit, *, resamples: int = RESAMPLES, seed: int = 0) -
         n_at_bound=int(np.sum((draws <= lower[5]) | (draws >= upper[5]))),
         seed=seed,
         reason=None,
-        draws=draws,
+        draws=tuple(float(value) for value in draws),
     )
 
 
@@ -142,5 +143,5 @@ def _unavailable(reason: str, cells: int, seed: int) -> PhiInterval:
         n_at_bound=0,
         seed=seed,
         reason=reason,
-        draws=np.empty(0),
+        draws=(),
     )

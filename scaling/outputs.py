@@ -11,22 +11,17 @@ import pandas as pd
 
 from .analysis import Analysis, analyse, as_json
 from .report import render
+from .table import RunTable
 
 
-def write_outputs(
-    frame: pd.DataFrame,
-    out_dir: str | os.PathLike[str],
-    *,
-    split: str = "text",
-    loss: str = "val_loss",
-) -> Analysis:
+def write_outputs(data: RunTable | pd.DataFrame, out_dir: str | os.PathLike[str]) -> Analysis:
     """Analyse a run table and write its report, numbers and figures to `out_dir`.
 
     Files: `report.txt`, `fit.json`, `isoflops.png`, `frontier.png`, `predicted.png`. Returns
     the analysis: `.phi`, `.phi_ci`, `.fit`, `.warnings`. Nothing is written when the table
     cannot be fitted; raises the ValueError that says why.
     """
-    analysis = analyse(frame, split=split, loss=loss)
+    analysis = analyse(data)
     out_dir = Path(out_dir)
     write_text(out_dir / "report.txt", render(analysis))
     write_json(out_dir / "fit.json", analysis)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import pandas as pd
 
 from .checks import refuse_bad_runs
-from .fit import design_of, fitted_runs
 from .identify import refuse_unidentifiable
 from .runs import is_finished, left_out
 from .seeds import seed_spread
+from .table import RunTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ def check_table(frame: pd.DataFrame, *, loss: str = "val_loss") -> tuple[Readine
     )
     repeated = (
         _refusal(frame, "text", loss) is None
-        and seed_spread(fitted_runs(frame, split="text", loss=loss)) is not None
+        and seed_spread(RunTable.of(frame, loss=loss).runs) is not None
     )
     out.append(
         Readiness(
@@ -55,7 +55,7 @@ def check_table(frame: pd.DataFrame, *, loss: str = "val_loss") -> tuple[Readine
 
 def _refusal(frame: pd.DataFrame, split: str, loss: str) -> str | None:
     try:
-        refuse_unidentifiable(design_of(fitted_runs(frame, split=split, loss=loss)), None)
+        refuse_unidentifiable(RunTable.of(frame, split=split, loss=loss).design, None)
     except ValueError as error:
         return str(error)
     return None

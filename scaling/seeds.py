@@ -1,7 +1,7 @@
 """Noise between seeds beside the distance between r: whether a grid tells its r apart.
 
 Symbols: r recurrences, N parameters (count), loss in nats per token. Tables are those of
-`fit.fitted_runs`.
+`table.RunTable.runs`.
 """
 
 from dataclasses import dataclass

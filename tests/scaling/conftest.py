@@ -29,7 +29,7 @@ def paper(_paper):
 
 @pytest.fixture(scope="session")
 def paper_analysis(_paper):
-    return scaling.analyse(_paper, split="regression")
+    return scaling.analyse(scaling.RunTable.of(_paper, split="regression"))
 
 
 @pytest.fixture(scope="session")

@@ -19,9 +19,7 @@ def test_interval_of_the_paper_runs(paper_analysis):
 
 def test_same_seed_same_draws_other_seed_other_draws(paper_analysis):
     fit = paper_analysis.fit
-    first, again, other = (
-        scaling.bootstrap_phi(fit, resamples=20, seed=seed) for seed in (1, 1, 2)
-    )
+    first, again, other = (scaling.bootstrap(fit, resamples=20, seed=seed) for seed in (1, 1, 2))
     np.testing.assert_array_equal(first.draws, again.draws)
     assert not np.array_equal(first.draws, other.draws)
 
@@ -60,4 +58,4 @@ def test_without_budgets_the_interval_is_unavailable_and_says_why(make_grid, kno
 
 def test_a_fit_with_phi_held_has_no_interval(paper_analysis):
     with pytest.raises(ValueError, match="phi was held at 0"):
-        scaling.bootstrap_phi(paper_analysis.restricted[0])
+        scaling.bootstrap(paper_analysis.restricted[0])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import scaling
+from scaling import RunTable
 
 # Tolerances of the published numbers: losses read off a figure (1e-4 nats) move φ by about 2e-4.
 FREE = {"phi": 0.4585, "alpha": 0.1993, "beta": 0.3689, "E": 1.568, "A": 28.04, "B": 920.0}
@@ -26,9 +27,9 @@ def test_regression_split_reproduces_the_published_fit(paper_analysis):
     ("split", "phi", "tolerance"), [("once", 0.4575, 7e-4), ("text", 0.433, 1e-3)]
 )
 def test_other_splits_give_their_known_phi(paper, split, phi, tolerance):
-    assert scaling.fit_joint(paper, split=split, n_starts=100).law.phi == pytest.approx(
-        phi, abs=tolerance
-    )
+    assert scaling.fit_joint(
+        RunTable.of(paper, split=split), n_starts=100
+    ).law.phi == pytest.approx(phi, abs=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +46,8 @@ def test_restricted_fits_reproduce_the_published_ones(paper_analysis, phi, alpha
 
 
 def test_four_lower_budgets_with_the_split_of_the_whole_table(paper):
-    lower = paper[paper["budget_flops"] < 5e18]
-    fit = scaling.fit_joint(lower, split="regression", whole=paper, n_starts=100)
+    table = RunTable.of(paper, split="regression")
+    fit = scaling.fit_joint(table.where(table.runs["budget_flops"] < 5e18), n_starts=100)
     assert fit.law.phi == pytest.approx(0.453, abs=1e-3)
     assert fit.r2 == pytest.approx(0.9959, abs=1e-4)
     assert fit.law.alpha == pytest.approx(0.266, abs=1e-3)
@@ -118,7 +119,7 @@ def test_a_single_r_is_refused_and_named(make_grid, known_law):
 def test_a_width_with_a_single_r_is_refused_by_the_regression_split(paper):
     frame = paper[~((paper["hidden_size"] == 384) & (paper["recurrences"] > 1))]
     with pytest.raises(ValueError, match=r"width 384 .*single shared_depth / r.*--split text"):
-        scaling.fit_joint(frame, split="regression")
+        RunTable.of(frame, split="regression")
 
 
 def test_fewer_runs_than_parameters_are_refused(make_grid, known_law):
@@ -143,4 +144,4 @@ def test_two_token_counts_are_refused(make_grid, known_law):
 
 def test_an_unknown_split_is_refused(paper):
     with pytest.raises(ValueError, match=r"split is 'half'.*text, once, regression"):
-        scaling.fit_joint(paper, split="half")
+        RunTable.of(paper, split="half")

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 import scaling
-from scaling.fit import fitted_runs
 from scaling.frontier import architectures, frontier, optimum
+from scaling.table import RunTable
 
 
 def test_frontier_equals_the_closed_form_when_all_counts_scale_as_d_squared(make_grid, known_law):
     """N_eff = k·N, F = f·N: A·α·(k·N)^−α = B·β·(C/(f·N))^−β at the minimum (Hoffmann, eq. 4)."""
-    found, reasons = architectures(fitted_runs(make_grid(known_law), split="text"))
+    found, reasons = architectures(RunTable.of(make_grid(known_law)).runs)
     assert reasons == {} and [one.r for one in found] == [1, 2, 4]
     law = known_law
     for one in found:
@@ -36,7 +36,7 @@ def test_frontier_equals_the_closed_form_when_all_counts_scale_as_d_squared(make
 
 
 def test_the_paper_columns_are_exact_polynomials_in_the_width(paper):
-    runs = fitted_runs(paper, split="text")
+    runs = RunTable.of(paper).runs
     found, reasons = architectures(runs)
     assert reasons == {}
     for one in found:
@@ -63,13 +63,11 @@ def test_looped_models_trail_by_the_published_gaps(paper_analysis):
 
 def test_missing_columns_and_mixed_architectures_are_named(make_grid, known_law):
     grid = make_grid(known_law)
-    _, reasons = architectures(
-        fitted_runs(grid.drop(columns="train_flops_per_token"), split="text")
-    )
+    _, reasons = architectures(RunTable.of(grid.drop(columns="train_flops_per_token")).runs)
     assert reasons == dict.fromkeys((1, 2, 4), "column train_flops_per_token is missing")
     mixed = grid.copy()
     mixed.loc[mixed.index[::2], "n_once"] *= 2
-    _, reasons = architectures(fitted_runs(mixed, split="text"))
+    _, reasons = architectures(RunTable.of(mixed).runs)
     assert all("several architectures" in reason for reason in reasons.values())
 
 

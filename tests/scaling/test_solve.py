@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from scaling.fit import design_of, fitted_runs
 from scaling.objective import Design, evaluate
 from scaling.solve import from_law, solve, solve_resamples, to_law
+from scaling.table import RunTable
 
 
 @pytest.fixture(scope="module")
 def design(request):
     frame = request.getfixturevalue("_paper")
-    return design_of(fitted_runs(frame, split="text"))
+    return RunTable.of(frame).design
 
 
 def naive_objective(theta, design, weights, delta):

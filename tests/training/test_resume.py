@@ -63,7 +63,9 @@ def straight(recipe):
             ("micro_batch_rows=1", "compile=true"),
             marks=[
                 pytest.mark.slow,  # half a minute of compiling
+                # torch's own, as in the model's tests of compiling
                 pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+                pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
             ],
         ),
     ],
