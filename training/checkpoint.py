@@ -24,15 +24,17 @@ from .files import new_folder
 from .parallel import gather, on_main_process, take
 
 WEIGHTS, OPTIMIZER, COUNTERS = "model.safetensors", "optimizer.safetensors", "counters.json"
+CONTENTS = (WEIGHTS, OPTIMIZER, COUNTERS)
 MANIFEST = "manifest.json"
 
 
 @dataclass(kw_only=True)
 class Counters:
-    """What the loop has done: finished steps and seconds of training."""
+    """What the loop has done: finished steps, seconds of training, and the fingerprint of the rows it has read."""
 
     step: int = 0
     wall_s: float = 0.0
+    data_fingerprint: str | None = None
 
 
 def save_state(
@@ -67,9 +69,10 @@ def save_state(
                 save_file(weights, partial / WEIGHTS)
                 save_file(states, partial / OPTIMIZER)
                 (partial / COUNTERS).write_text(json.dumps(asdict(counters)))
+                paths = [partial / name for name in CONTENTS]
                 files = {
                     path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-                    for path in sorted(partial.iterdir())
+                    for path in paths
                 }
                 (partial / MANIFEST).write_text(json.dumps(files, indent=1))
         except (OSError, SafetensorError) as error:
@@ -79,7 +82,10 @@ def save_state(
                 f"{place}: the state after step {counters.step} can't be written ({error}). {left} Free disk space, "
                 "then run the same command again to go on from there."
             ) from error
-        for old in _states(folder)[:-kept]:
+        there = _states(folder)
+        now = there.index(place)
+        # Later ones are damaged and were passed over: they must not push out whole ones.
+        for old in there[: max(0, now + 1 - kept)] + there[now + 1 :]:
             shutil.rmtree(old, ignore_errors=True)
 
     on_main_process(accelerator, write)
@@ -133,15 +139,16 @@ def _damage(place: Path) -> str | None:
     """Say which file of a state is not as it was written, None if all are."""
     try:
         files = json.loads((place / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        return f"{place / MANIFEST} can't be read ({error})"
-    for name, written in files.items():
+        written = {name: (files[name]["bytes"], files[name]["sha256"]) for name in CONTENTS}
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        return f"{place / MANIFEST} can't be read ({type(error).__name__}: {error})"
+    for name, (size, sha256) in written.items():
         path = place / name
-        size = path.stat().st_size if path.is_file() else None
-        if size != written["bytes"]:
-            found = "is missing" if size is None else f"has {size:,} bytes"
-            return f"{path} {found}, written were {written['bytes']:,}"
-        if _sha256(path) != written["sha256"]:
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            said = "is missing" if found is None else f"has {found:,} bytes"
+            return f"{path} {said}, written were {size:,}"
+        if _sha256(path) != sha256:
             return f"{path} is not what was written (its SHA-256 differs)"
     return None
 

@@ -119,6 +119,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         value = self.backprop_recurrences
+        if not 0 < self.rope_theta < math.inf:
+            raise ValueError(
+                f"model.rope_theta is {self.rope_theta}: it must be positive and finite."
+            )
         if self.vocab_size is not None:
             _at_least("model.vocab_size", self.vocab_size, 1)
         if value not in ("all", "half") and not (value.isascii() and value.isdecimal()):
@@ -221,9 +225,14 @@ class TransferConfig:
     def __post_init__(self) -> None:
         for name in ("width", "batch_tokens", "recurrences", "depth"):
             _at_least(f"transfer.reference_{name}", getattr(self, f"reference_{name}"), 1)
-        if self.tokens_per_parameter <= 0:
+        for name in ("width", "batch", "tokens", "depth"):
+            if not math.isfinite(getattr(self, f"{name}_exponent")):
+                raise ValueError(
+                    f"transfer.{name}_exponent is {getattr(self, f'{name}_exponent')}: it must be finite."
+                )
+        if not 0 < self.tokens_per_parameter < math.inf:
             raise ValueError(
-                f"transfer.tokens_per_parameter is {self.tokens_per_parameter}: it must be positive."
+                f"transfer.tokens_per_parameter is {self.tokens_per_parameter}: it must be positive and finite."
             )
 
 
@@ -274,10 +283,14 @@ class TrainingConfig:
             raise ValueError(
                 f"budget_flops is {self.budget_flops}: it must be positive and finite."
             )
-        if Path(self.name).name != self.name or self.name in (".", "..", *RESERVED_NAMES):
+        if (
+            Path(self.name).name != self.name
+            or self.name.startswith(".")
+            or self.name in RESERVED_NAMES
+        ):
             raise ValueError(
-                f"run_id (or variant) makes the folder name {self.name!r}: it must have no slashes and not be one of "
-                f"{', '.join(RESERVED_NAMES)}."
+                f"run_id (or variant) makes the folder name {self.name!r}: it must have no slashes, not begin with a "
+                f"dot, and not be one of {', '.join(RESERVED_NAMES)}."
             )
         planned, most = self.data.vocab_size, self.model.vocab_size
         if self.data.tokenizer is None and most is not None and planned > most:
@@ -285,7 +298,8 @@ class TrainingConfig:
                 f"data.vocab_size is {planned}, above model.vocab_size = {most}: the tokenizer would have tokens that "
                 "the model lacks. Lower it, or leave model.vocab_size out."
             )
-        _at_least("seed", self.seed, 0)
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed is {self.seed}: it must be from 0 to 2**32 - 1.")
         looped = self.model.recurrences > 1
         if (
             looped

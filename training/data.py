@@ -31,6 +31,7 @@ from .tokenizer import load_tokenizer, tokenizer_fingerprint, train_tokenizer
 
 SCHEMA_VERSION = 2
 SPLITS = ("train", "validation")
+MUCH_CROPPED = 0.6  # share of cropped tokens from which on there is a warning
 # What the rows depend on; vocab_size counts only where the tokenizer is trained.
 SETTINGS = (
     "corpus",
@@ -128,12 +129,21 @@ def prepare(data: DataConfig, folder: Path, *, progress: bool = True) -> PackedD
 
 
 def _say_how_much_is_kept(packed: PackedData) -> None:
-    split = packed.metadata["splits"]["train"]
-    Console(stderr=True).print(
+    split, console = packed.metadata["splits"]["train"], Console(stderr=True)
+    cropped = split["cropped"] / split["tokens"]
+    console.print(
         f"{split['rows']:,} rows of {packed.sequence_length} tokens for training; best-fit packing cropped "
-        f"{split['cropped'] / split['tokens']:.0%} of the documents' tokens",
+        f"{cropped:.0%} of the documents' tokens",
         highlight=False,
     )
+    if cropped > MUCH_CROPPED:
+        console.print(
+            f"warning: {cropped:.0%} of the text is lost, since the documents are long for rows of "
+            f"{packed.sequence_length} tokens. Part them by blank lines (in text files), set "
+            "data.document_characters to cut them at their own, or raise data.sequence_length.",
+            style="yellow",
+            highlight=False,
+        )
 
 
 def open_packed(
@@ -374,7 +384,7 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
             f"packed data: {path} is damaged ({error}); restore the file, or delete {folder} and "
             "prepare it again."
         ) from error
-    found = metadata.get("schema_version")
+    found = metadata.get("schema_version") if isinstance(metadata, dict) else None
     if found != SCHEMA_VERSION:
         raise ValueError(
             f"packed data: {path} has schema_version {found}, this version of hf-looped reads "

@@ -1,10 +1,13 @@
 """Files that are there whole or not at all: written aside, flushed to the disk, renamed into place."""
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 
 def write_text(path: Path, text: str) -> None:
@@ -38,6 +41,21 @@ def new_folder(place: Path) -> Iterator[Path]:
     shutil.rmtree(place, ignore_errors=True)
     os.replace(partial, place)
     _sync(place.parent)
+
+
+@contextmanager
+def naming_a_full_disk(folder: Path) -> Iterator[None]:
+    """Turn the error of a full disk, whoever wrote, into an OSError that says which and what to do."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        if not full and "No space left" not in str(error):
+            raise
+        raise OSError(
+            f"{folder}: the disk is full ({error}). What was saved before is whole. Free disk space, then run the "
+            "same command again to go on."
+        ) from error
 
 
 def _sync(path: Path) -> None:

@@ -6,6 +6,7 @@ The rules are the same for every run of a grid on one kind of machine; the choic
 import os
 
 import torch
+from transformers.utils import is_flash_attn_2_available
 
 from .config import TrainingConfig
 
@@ -29,6 +30,11 @@ def choose_precision(config: TrainingConfig) -> str:
 
 def choose_attention(config: TrainingConfig) -> str:
     """Return SDPA; on CPUs the model itself takes plain products where they are faster (hf_looped.cpu_ops)."""
+    if config.attention == "flash_attention_2" and not is_flash_attn_2_available():
+        raise ValueError(
+            "attention is 'flash_attention_2', but flash-attn or a CUDA device is missing: pip install -e .[flash] on "
+            "a machine with one, or use attention=auto."
+        )
     return "sdpa" if config.attention == "auto" else config.attention
 
 

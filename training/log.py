@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,15 +31,35 @@ class RunLog:
 
 
 @contextmanager
-def open_log(folder: Path, first: int, write: bool) -> Iterator[RunLog]:
-    """Open the logs of a run that goes on after step `first`; what came after it is dropped, torn lines too."""
+def open_log(
+    folder: Path, first: int, every: int, write: bool, warn: Callable[[str], None]
+) -> Iterator[RunLog]:
+    """Open the logs of a run that logs `every` so many steps and goes on after step `first`.
+
+    What came after `first` is dropped, and lines that are no entries; `warn` is told of steps that are missing then.
+    """
     with ExitStack() as stack:
         paths = [folder / name for name in NAMES] if write else []
         for path in paths:
-            write_text(path, "".join(_until(path, first)))
+            lines = _until(path, first)
+            if missing := set(range(every, first + 1, every)) - lines.keys():
+                warn(
+                    f"{path} lacks {len(missing)} entries between steps {min(missing)} and {max(missing)}: it was "
+                    "damaged. The run goes on, its weights are not affected."
+                )
+            write_text(path, "".join(lines.values()))
         yield RunLog(*(stack.enter_context(path.open("a")) for path in paths))
 
 
-def _until(path: Path, step: int) -> list[str]:
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+def _until(path: Path, last: int) -> dict[int, str]:
+    """Lines of the whole entries up to step `last`, by step."""
+    lines = {}
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    for line in text.splitlines(keepends=True):
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, TypeError, LookupError):
+            continue
+        if line.endswith("\n") and isinstance(step, int) and step <= last:
+            lines[step] = line
+    return lines

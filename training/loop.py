@@ -30,6 +30,7 @@ from .checkpoint import load_state, save_model, save_state
 from .claims import claim
 from .config import TrainingConfig, load_config, save_config
 from .data import PackedData, check_tokens, prepare
+from .files import naming_a_full_disk
 from .hardware import check_launch, choose_attention, choose_orthogonalise_dtype, choose_precision
 from .hyperp import learning_rates, parameter_groups, schedule
 from .initial import initial_model
@@ -95,6 +96,7 @@ def train(
     if config.data.tokenizer is not None:  # does it fit, before anything is written?
         architecture_of(config, load_tokenizer(config.data.tokenizer))
     with ExitStack() as stack:
+        stack.enter_context(naming_a_full_disk(config.folder))
         on_main_process(accelerator, lambda: stack.enter_context(claim(config.folder)))
         return _train(config, accelerator, on_progress, stop_asked)
 
@@ -108,8 +110,8 @@ def _train(
     record = ended_record(config)  # again: it may have ended while the claim was waited for
     if record is not None:
         return record
-    with accelerator.main_process_first():
-        packed = prepare(config.data, config.data_folder, progress=accelerator.is_main_process)
+    # Whoever comes first makes the data, and the others wait for its lock: a barrier would time out.
+    packed = prepare(config.data, config.data_folder)
     run = _Run(config, accelerator, packed)
     tracker = config.report_to if accelerator.is_main_process else "none"
     settings = asdict(config) | run.record
@@ -120,8 +122,10 @@ def _train(
     except Interrupted:
         raise
     except Exception as error:
-        with suppress(OSError):  # the disk may be full, and the error says so
-            run.write("failed", error=f"{type(error).__name__}: {error}")
+        # Another process may have been killed, which is no failure of the run: it goes on from its state.
+        if accelerator.num_processes == 1 or not isinstance(error, RuntimeError):
+            with suppress(OSError):  # the disk may be full, and the error says so
+                run.write("failed", error=f"{type(error).__name__}: {error}")
         raise
     finally:
         accelerator.free_memory()
@@ -195,7 +199,19 @@ class _Run:
         self.counters = load_state(
             config.folder / "state", self.unwrapped, self.optimizer, warn=self._warn
         )
+        self._check_rows()
         self.write("running")
+
+    def _check_rows(self) -> None:
+        """Refuse to go on with other rows than those the state was trained on."""
+        state, rows = self.counters.data_fingerprint, self.packed.data_fingerprint
+        if self.counters.step and state != rows:
+            raise ValueError(
+                f"{self.config.folder}: its state after step {self.counters.step} was trained on other rows "
+                f"(data_fingerprint {str(state)[:12]}) than {self.packed.folder} holds now ({rows[:12]}). Restore the "
+                "data, or delete the run's folder to train from the start."
+            )
+        self.counters.data_fingerprint = rows
 
     def _open_folder(self) -> None:
         self.config.folder.mkdir(parents=True, exist_ok=True)
@@ -223,7 +239,8 @@ class _Run:
         """Train to the last step. Return what stopped being finite, None if nothing did."""
         config, counters, steps = self.config, self.counters, self.record["steps"]
         seconds, start = counters.wall_s, time.perf_counter()
-        with open_log(config.folder, counters.step, self.accelerator.is_main_process) as log:
+        main = self.accelerator.is_main_process
+        with open_log(config.folder, counters.step, config.log_every, main, self._warn) as log:
             for step in range(counters.step, steps):
                 last = step + 1 == steps
                 logged = last or (step + 1) % config.log_every == 0

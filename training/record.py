@@ -153,6 +153,18 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """Return the record of a run folder, None if it has none yet."""
+    """Return the record of a run folder, None if it has none yet.
+
+    Raises ValueError if run.json is no record.
+    """
     path = folder / "run.json"
-    return json.loads(path.read_text()) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        record: dict[str, Any] = json.loads(path.read_text())
+        record["status"]
+    except (ValueError, TypeError, LookupError) as error:
+        raise ValueError(
+            f"{path} is damaged ({type(error).__name__}: {error}). Delete it: the run goes on from its last state."
+        ) from error
+    return record

@@ -19,6 +19,8 @@ def work(pipe):
             os._exit(3)
         if config.name == "claimed":
             pipe.send(("claimed", "claimed elsewhere"))
+        elif config.name == "threads":
+            pipe.send(("ended", os.environ["OMP_NUM_THREADS"]))
         elif config.name == "long":
             while not pipe.poll():
                 time.sleep(0.01)

@@ -216,3 +216,27 @@ def test_counters_are_those_that_were_saved_even_if_changed_later(accelerator, t
     asked = replace(counters)
     counters.step = 7
     assert load_state(tmp_path, model, optimizer) == asked
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_a_damaged_later_state_does_not_push_out_the_whole_ones(saved, accelerator, kept):
+    """The run went on from step 3, since the state of step 6 is damaged; its next state must stay."""
+    folder, *_ = saved
+    truncated(folder / "step-000000006" / "model.safetensors")
+    model, optimizer = build(7)
+    save_state(accelerator, folder, model, optimizer, Counters(step=4), kept=kept)
+    assert [p.name[-1] for p in sorted(folder.iterdir())] == ["3", "4"][-kept:]
+    assert load_state(folder, *build(8)).step == 4
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", "null", "3", '{"model.safetensors": 3}', '{"model.safetensors": {}}']
+)
+def test_a_manifest_that_is_json_but_names_no_files_is_damaged_too(saved, text):
+    folder, older, _ = saved
+    (folder / "step-000000006" / "manifest.json").write_text(text)
+    model, optimizer = build(5)
+    warnings = []
+    assert load_state(folder, model, optimizer, warn=warnings.append).step == 3
+    assert "manifest.json can't be read" in warnings[0]
+    assert_equal(contents(model, optimizer), older)

@@ -10,7 +10,7 @@ import pytest
 
 import training
 from training import loop
-from training.__main__ import main
+from training.command import main
 from training.config import save_config
 from training.hardware import check_launch
 from training.loop import train

@@ -166,6 +166,13 @@ def test_bad_input_is_refused_with_field_value_and_remedy(overrides, message):
         ("transfer.reference_batch_tokens=0", r"transfer\.reference_batch_tokens"),
         ("transfer.reference_width=0", r"transfer\.reference_width"),
         ("transfer.reference_recurrences=3", r"transfer\.reference_recurrences"),
+        ("seed=5000000000", r"seed is 5000000000: .* 2\*\*32 - 1"),
+        ("transfer.tokens_per_parameter=nan", r"transfer\.tokens_per_parameter is nan"),
+        ("transfer.width_exponent=nan", r"transfer\.width_exponent is nan"),
+        ("transfer.depth_exponent=inf", r"transfer\.depth_exponent is inf"),
+        ("model.rope_theta=0", r"model\.rope_theta is 0"),
+        ("model.rope_theta=nan", r"model\.rope_theta is nan"),
+        ("run_id=.runs.csv.lock", "begin with a dot"),
     ],
 )
 def test_values_that_would_break_a_run_after_packing_are_refused_in_the_recipe(override, field):

@@ -169,6 +169,16 @@ def test_shards_of_any_number_of_rows_come_back_as_they_were_written(tmp_path, l
     assert rows.fingerprint() == Rows([everything]).fingerprint()
 
 
+def test_rows_stay_in_their_files_until_they_are_read(packed):
+    """Mapped, not copied into memory: what is written to a file after it was opened is what comes out."""
+    path = packed.folder / "train" / packed.metadata["splits"]["train"]["shards"][-1]["file"]
+    last, token = len(packed.train) - 1, packed.train[len(packed.train) - 1][0, -1]
+    with path.open("r+b") as file:
+        file.seek(-2, os.SEEK_END)
+        file.write(np.array([token ^ 1], dtype="<u2").tobytes())
+    assert packed.train[last][0, -1] == token ^ 1
+
+
 def test_files_are_uint16_as_long_as_that_holds_every_token():
     class Vocabulary:
         def __init__(self, entries):
@@ -501,6 +511,22 @@ def test_progress_is_shown_only_when_asked_for(config, tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
     prepare(config, tmp_path / "shown", progress=True)
     assert "packing" in capsys.readouterr().out
+
+
+def test_the_share_of_cropped_tokens_is_said(config, tmp_path, capsys, monkeypatch):
+    """What the training texts have, BOS included, less what stands in rows; the last row's rest is not cropped."""
+    monkeypatch.setenv("COLUMNS", "200")
+    made = prepare(config, tmp_path / "shown", progress=True)
+    texts = make_texts()
+    inside = hashes_below(texts, config.validation_fraction)
+    chosen = [text for text, out in zip(texts, inside, strict=True) if not out]
+    options = {"add_special_tokens": False, "split_special_tokens": True}
+    tokens = sum(1 + len(made.tokenizer.encode(text, **options)) for text in chosen)
+    leftover = made.metadata["splits"]["train"]["leftover"]
+    share = (tokens - len(made.train) * (T + 1) - leftover) / tokens
+    assert share > 0.01
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"best-fit packing cropped {share:.0%} of the documents' tokens" in said
 
 
 PARAGRAPH = st.text("ab \u00e9", min_size=1, max_size=12).filter(str.strip)

@@ -73,6 +73,10 @@ def runs(recipe, tmp_path_factory):
         add(f"{sharding}-straight", field)
         add(f"{sharding}-stopped", field, stops=(2, 2, None))
         add(f"{sharding}-moved", field, stops=(3,))
+        add(f"{sharding}-joined", field)
+        asked = iter((False, False, True))
+        with pytest.raises(Interrupted):  # after three steps of one process
+            train(configs[f"{sharding}-joined"], stop_asked=lambda asked=asked: next(asked))
         add(f"{sharding}-parts", field, "micro_batch_rows=1")
         noise = (field, "model.state_init=normal", "steps=3")
         add(f"{sharding}-noise", *noise)
@@ -105,9 +109,10 @@ def weights(config):
 
 
 def assert_close(config, one):
-    """Gradients are summed in another order (1e-7), which Adam's division by small gradients amplifies in 6 steps
+    """Gradients are summed in another order (1e-7), which Adam's division by small gradients amplifies.
 
-    (weights measured 3e-5 apart, losses 2e-7).
+    Measured: norms 1e-6 apart in the first two steps, where a factor would show, then 5 times more a step, 4e-4 in the
+    sixth; losses 1e-6, weights 3e-5. One process with two micro-batches is as far from one with a single batch.
     """
     assert record(config)["val_loss"] == pytest.approx(record(one)["val_loss"], rel=1e-5)
     assert record(config)["val_tokens"] == record(one)["val_tokens"]  # no row twice or left out
@@ -117,7 +122,8 @@ def assert_close(config, one):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
         for name in a:
             if name.startswith("gradient_norm"):
-                assert b[name] == pytest.approx(a[name], rel=1e-4), name
+                bound = 1e-5 if a["step"] <= 2 else 1e-2
+                assert b[name] == pytest.approx(a[name], rel=bound), name
         # A prepared scheduler would have advanced twice as fast.
         rates = [name for name in a if name.startswith("lr/")]
         assert rates and all(a[name] == b[name] for name in (*rates, "step", "tokens"))
@@ -156,6 +162,13 @@ def test_a_state_of_two_processes_is_taken_on_by_one(runs, sharding):
     assert len(log(moved)) == 3 and record(moved)["status"] == "running"
     train(moved)
     assert_close(moved, runs["one"])
+
+
+@pytest.mark.parametrize("sharding", SHARDING)
+def test_a_state_of_one_process_is_taken_on_by_two(runs, sharding):
+    joined = runs[f"{sharding}-joined"]
+    assert record(joined)["num_processes"] == 2
+    assert_close(joined, runs["one"])
 
 
 @pytest.mark.parametrize("sharding", SHARDING)

@@ -8,6 +8,7 @@ imports everything once and forks a process, or two, for every try.
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -21,7 +22,8 @@ import torch
 from safetensors.torch import load_file
 
 import training
-from training.__main__ import main
+from training import loop
+from training.command import main
 from training.config import load_config, save_config
 from training.data import open_packed
 from training.loop import train
@@ -53,8 +55,17 @@ def start(recipe, world):
 
 
 def torture(recipe, world, kills, seconds):
-    """Kill a run `kills` times, each after a random part of `seconds`, then let it end."""
+    """Kill a run `kills` times, each after a random part of `seconds`, then let it end.
+
+    Of several processes each is killed once alone before; the others then end by themselves.
+    """
     moments = random.Random(0)
+    for victim in range(world) if world > 1 else ():
+        children = start(recipe, world)
+        time.sleep(moments.uniform(0, seconds))
+        os.kill(children[victim], signal.SIGKILL)
+        for child in children:
+            os.waitpid(child, 0)
     for _ in range(kills):
         children = start(recipe, world)
         time.sleep(moments.uniform(0, seconds))
@@ -160,6 +171,47 @@ def test_a_full_disk_stops_with_a_message_and_the_run_goes_on_with_room(
     states = sorted(p.name for p in (config.folder / "state").iterdir())
     assert len(states) > 2 and not any("partial" in name for name in states)
     grow()
+    assert main(command) == 0
+    assert_same_end(straight, config)
+
+
+@pytest.fixture
+def file_limit():
+    """file_limit(bytes): files of this process can't grow beyond that; None lifts it. Needs no rights."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size):
+        soft = before[0] if size is None else size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, before[1]))
+
+    yield limit
+    limit(None)
+
+
+def test_a_state_that_cannot_be_written_leaves_the_older_ones_and_the_run_goes_on(
+    recipe, tmp_path, file_limit, monkeypatch, capsys
+):
+    """From step 6 on no file may have more than 20 kB: enough for the log, but not for weights."""
+    fields = ("steps=8", "checkpoint_every=2")
+    straight, config = recipe("unlimited", *fields), recipe("limited", *fields)
+    train(straight)
+    save_config(config, tmp_path / "recipe.yaml")
+    whole = loop._Run._step
+
+    def limited(run, step, watch):
+        if step == 5:
+            file_limit(20_000)
+        return whole(run, step, watch)
+
+    command = ["--config", str(tmp_path / "recipe.yaml")]
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._Run, "_step", limited)
+        assert main(command) == 2
+    file_limit(None)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the state after step 6 can't be written" in said and "step-000000004 is whole" in said
+    assert [p.name[-1] for p in sorted((config.folder / "state").iterdir())] == ["2", "4"]
+    assert json.loads((config.folder / "run.json").read_text())["status"] == "failed"
     assert main(command) == 0
     assert_same_end(straight, config)
 

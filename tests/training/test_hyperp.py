@@ -107,6 +107,15 @@ def test_depth_moves_matrices_alone_and_only_where_the_recipe_says_so():
         assert learning_rates(OPTIMIZER, on, model, BATCH, tokens) == rates(model, tokens=tokens)
 
 
+def test_the_residual_multiplier_is_off_unless_the_recipe_asks_for_it():
+    """1/√(2L) for L executed layers (arXiv:2603.28743, section 3.3), whatever r is; the paper's recipe: none."""
+    for r in (1, 4):
+        model = ModelConfig(recurrences=r)
+        assert model.build(64, 8).residual_multiplier == 1.0
+        scaled = replace(model, scale_residual=True).build(64, 8)
+        assert scaled.residual_multiplier == pytest.approx(40**-0.5, rel=1e-12)
+
+
 @pytest.mark.parametrize(("r", "published"), [(1, 0.983e9), (4, 1.016e9), (8, 1.016e9)])
 def test_reference_tokens_are_those_of_the_paper(r, published):
     """Looped models share the reference with r = 4; published to four digits."""

@@ -141,6 +141,44 @@ def test_the_first_logged_loss_and_gradient_norm_are_those_of_the_batch_in_one_p
     assert entry["gradient_norm"] == pytest.approx(norm, rel=1e-4)
 
 
+def test_sections_gradients_and_the_states_of_the_first_batch_are_logged(finished):
+    """A fresh model of the same seed gives the states of step 0; their norms in float64. Rounding, 1e-5."""
+    config, _, _ = finished
+    first, *later = read_log(config)
+    sections = ("embedding", "prelude", "injection", "recurrent", "coda", "norm", "lm_head")
+    names = {f"gradient_norm/{section}" for section in sections}
+    assert names == {name for name in first if name.startswith("gradient_norm/")}
+    squares = sum(first[name] ** 2 for name in names)
+    assert first["gradient_norm"] == pytest.approx(squares**0.5, rel=1e-6)
+    torch.manual_seed(config.seed)
+    model = LoopedForCausalLM(architecture_of(config)).train()
+    rows = packed_rows(config, "train")
+    batch = rows[rows_of_step(0, 4, len(rows), config.seed)]
+    with torch.no_grad():
+        output = model(input_ids=batch[:, :-1], use_cache=False, output_recurrent_states=True)
+    one, two = (state.double().numpy() for state in output.recurrent_states)
+    expected = {
+        "state_norm/1": np.sqrt(np.mean(one**2)),
+        "state_norm/2": np.sqrt(np.mean(two**2)),
+        "state_change/2": np.sqrt(np.sum((two - one) ** 2) / np.sum(one**2)),
+    }
+    found = {name: value for name, value in first.items() if name.startswith("state_")}
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert all(entry.keys() == first.keys() for entry in later)
+
+
+def test_compile_is_a_switch_of_the_recipe(recipe, monkeypatch):
+    """What it compiles to is tested with the model, and that such a run resumes in test_resume."""
+    compiled = []
+    monkeypatch.setattr(
+        LoopedForCausalLM, "compile", lambda model, *_, **__: compiled.append(model)
+    )
+    train(recipe("not-compiled", "steps=1"))
+    assert compiled == []
+    train(recipe("to-compile", "steps=1", "compile=true"))
+    assert len(compiled) == 1
+
+
 def test_progress_tells_every_logged_step(finished):
     config, _, progress = finished
     assert [p.step for p in progress] == list(range(1, 13))

@@ -65,7 +65,9 @@ def straight(recipe):
                 pytest.mark.slow,  # half a minute of compiling
                 # torch's own, as in the model's tests of compiling
                 pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
-                pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+                pytest.mark.filterwarnings(
+                    "ignore:.*should not be instantiated:DeprecationWarning"
+                ),
             ],
         ),
     ],

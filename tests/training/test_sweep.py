@@ -111,6 +111,16 @@ def test_a_dry_run_says_what_the_grid_takes(swept):
     assert "at the end" in dry.text and "left. Free some" not in dry.text
 
 
+def test_gpu_hours_are_those_at_the_mfu_and_the_peak_that_are_asked_for(swept, grid, tmp_path):
+    configs = swept[0]
+    flops = sum(describe(c, architecture_of(c))["total_flops"] for c in configs)
+    asked = ("--dry-run", "--mfu", "0.2", "--peak-flops", "1e15")
+    text = call(tmp_path / "out", grid, *asked).text
+    assert f"GPU-hours: {flops / (0.2 * 1e15 * 3600):.3g} at 20% of 1e+15 FLOPs/s" in text
+    refused = call(tmp_path / "out", grid, "--dry-run", "--mfu", "0")
+    assert refused.status == 2 and "--mfu is 0.0" in refused.text
+
+
 def test_a_failing_run_is_reported_and_the_others_finish(swept):
     configs, _, first, *_ = swept
     assert first.status == 1

@@ -70,6 +70,23 @@ def test_a_failing_run_is_tried_once_and_its_worker_goes_on(sweep):
     assert pids["fails"] == pids["run-0"]  # one worker, importing torch once
 
 
+def test_workers_have_one_thread_each_and_the_sweep_keeps_its_own(sweep, monkeypatch):
+    """Two runs of one thread are faster than one of two. OpenMP reads the variable when a process starts."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert sweep(1, "threads")[0] == {"threads": "1"}
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+
+
+def test_a_worker_trains_on_one_thread(monkeypatch):
+    threads = []
+    monkeypatch.setattr(workers.torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(workers.signal, "signal", Mock())
+    ours, theirs = multiprocessing.Pipe()
+    ours.send(None)
+    workers._work(theirs)
+    assert threads == [1]
+
+
 def test_an_interrupt_stops_every_worker_and_waits_until_they_have_saved(sweep, tmp_path):
     def interrupt():
         while not (tmp_path / "long").is_file():
