@@ -1,4 +1,4 @@
-"""Iso-FLOPs minima: a parabola in log N through the runs of each (budget, r) cell.
+"""Iso-FLOPs minima: a parabola in log N through the runs of each (budget, architecture) cell.
 
 Descriptive only: such minima are biased when α ≠ β or when the widths lie to one side
 (arXiv:2603.22339); take compute-optimal sizes from the law (`frontier`). Symbols: N = n_once +
@@ -10,14 +10,17 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from .kinds import by_architecture
+from .record import Record
+
 
 @dataclass(frozen=True, kw_only=True)
-class IsoFlopsMinimum:
-    """Least-squares parabola c0 + c1·u + c2·u², u = log(N / centre), of one (budget, r) cell.
+class IsoFlopsMinimum(Record):
+    """Least-squares parabola c0 + c1·u + c2·u², u = log(N / centre), of one cell.
 
     n, loss: the minimum's parameters and nats per token, None when it is not determined; then
     `reason` says why. coefficients: (c0, c1, c2), None with fewer than three sizes. n_sizes:
-    different N in the cell.
+    different N in the cell. effective_depth: executed layers, None where the table does not say.
     """
 
     budget_flops: float
@@ -29,22 +32,28 @@ class IsoFlopsMinimum:
     reason: str | None
     centre: float
     coefficients: tuple[float, float, float] | None
+    effective_depth: float | None = None
 
 
 def isoflops_minima(runs: pd.DataFrame) -> tuple[IsoFlopsMinimum, ...]:
     """Fit a parabola to every (budget_flops, r) cell of a table of fitted runs.
 
-    Cells come by budget, then r; none when the table has no budgets. A cell with fewer than
-    three sizes, a parabola that opens downwards, or a vertex outside the sizes tried is marked
-    as not determined.
+    A table with several effective depths has a cell for each. Cells come by budget, then r, then
+    depth; none when the table has no budgets. A cell with fewer than three sizes, a parabola that
+    opens downwards, or a vertex outside the sizes tried is marked as not determined.
     """
     if "budget_flops" not in runs:
         return ()
-    cells = runs.dropna(subset=["budget_flops"]).groupby(["budget_flops", "r"], sort=True)
-    return tuple(_minimum(cell) for _, cell in cells)
+    cells = [
+        (float(cell["budget_flops"].iloc[0]), depth, cell)
+        for _, depth, group in by_architecture(runs)
+        for _, cell in group.dropna(subset=["budget_flops"]).groupby("budget_flops")
+    ]
+    cells.sort(key=lambda one: one[0])  # stable: within a budget by r, then depth
+    return tuple(_minimum(cell, depth) for _, depth, cell in cells)
 
 
-def _minimum(cell: pd.DataFrame) -> IsoFlopsMinimum:
+def _minimum(cell: pd.DataFrame, depth: float | None) -> IsoFlopsMinimum:
     log_n, loss = np.log(cell["n"].to_numpy(dtype=float)), cell["loss"].to_numpy(dtype=float)
     centre = float(log_n.mean())
     sizes = len(np.unique(np.round(log_n, 9)))
@@ -77,4 +86,5 @@ def _minimum(cell: pd.DataFrame) -> IsoFlopsMinimum:
         reason=reason,
         centre=float(np.exp(centre)),
         coefficients=coefficients,
+        effective_depth=depth,
     )

@@ -3,16 +3,12 @@
 The law, restricted fits, residuals, minima, seeds, warnings. Markdown tables.
 """
 
-import textwrap
-from collections.abc import Sequence
-
 import numpy as np
 
 from .analysis import Analysis
 from .fit import JointFit
 from .split import SPLITS
-
-_WIDTH = 110
+from .text import bullets, count, table, wrap
 
 
 def render(analysis: Analysis) -> str:
@@ -59,12 +55,12 @@ def _headline(analysis: Analysis) -> str:
             "",
             phi_line(analysis),
             "",
-            _wrap(says),
+            wrap(says),
             "",
             f"Table:  {fit.source}, column {fit.loss} in nats per token",
             f"Runs:   {fit.n_runs} finished, {left_out} left out"
             + (f" ({others})" if others else ""),
-            _wrap(f"Split:  {fit.split}: {SPLITS[fit.split]}", indent="        "),
+            wrap(f"Split:  {fit.split}: {SPLITS[fit.split]}", indent="        "),
             f"Law:    L = E + A·(N_once + r^φ·N_rec)^−α + B·D^−β, Huber({fit.delta:g}) on log loss",
         ]
     )
@@ -92,7 +88,7 @@ def _law(analysis: Analysis) -> str:
         for name, fit in fits
     ]
     header = ["fit", "φ", "α", "β", "E", "A", "B", "R²", "RMSE", "objective", "starts at best"]
-    return "## Fits (E, RMSE in nats)\n\n" + _table(header, rows)
+    return "## Fits (E, RMSE in nats)\n\n" + table(header, rows)
 
 
 def _residuals(fit: JointFit) -> str:
@@ -100,7 +96,7 @@ def _residuals(fit: JointFit) -> str:
         [f"{row.r}", f"{row.n_runs}", f"{row.mean:+.4f}", f"{row.max_abs:.4f}", f"{row.rmse:.4f}"]
         for row in fit.residuals
     ]
-    return "## Residuals by r (observed − predicted, nats)\n\n" + _table(
+    return "## Residuals by r (observed − predicted, nats)\n\n" + table(
         ["r", "runs", "mean", "max |.|", "RMSE"], rows
     )
 
@@ -122,7 +118,7 @@ def _minima(analysis: Analysis) -> str:
     header = ["C, FLOPs", "r", "runs", "loss, nats", "N", "note"]
     return (
         "## Iso-FLOPs minima (parabola in log N; descriptive, the frontier comes from the law)\n\n"
-        + _table(header, rows)
+        + table(header, rows)
     )
 
 
@@ -150,45 +146,10 @@ def _seeds(analysis: Analysis) -> str:
         "budget (each r at its best width, mean over seeds)."
     )
     header = ["C, FLOPs", "r", "best loss", "best loss", "gap", "gap / seed sd"]
-    return f"## Seeds against r\n\n{_wrap(text)}\n\n{_table(header, rows)}"
+    return f"## Seeds against r\n\n{wrap(text)}\n\n{table(header, rows)}"
 
 
 def _warnings(analysis: Analysis) -> str:
     if not analysis.warnings:
         return ""
-    return "## Warnings\n\n" + "\n".join(
-        _wrap(f"- {text}", indent="  ") for text in analysis.warnings
-    )
-
-
-def count(value: float) -> str:
-    """Shorten a parameter or token count to four digits, e.g. "67.77 M".
-
-    >>> count(67_774_229.4), count(1_234.0)
-    ('67.77 M', '1.234 k')
-    """
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.4g} {letter}"
-    return f"{value:.4g}"
-
-
-def _wrap(text: str, indent: str = "") -> str:
-    return textwrap.fill(
-        text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(str(row[k])) for row in [header, *rows]) for k in range(len(header))]
-    lines = [
-        "| " + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) + " |"
-        for row in rows
-    ]
-    head = (
-        "| "
-        + " | ".join(text.ljust(width) for text, width in zip(header, widths, strict=True))
-        + " |"
-    )
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([head, rule, *lines])
+    return "## Warnings\n\n" + bullets(analysis.warnings)

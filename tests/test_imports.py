@@ -18,7 +18,7 @@ MAY_IMPORT = {  # other folders, or single modules of them
     "model_cards": {"hf_looped", "scaling"},
 }
 DRAW = {"matplotlib", "plotly"}
-MAY_DRAW = {("scaling", "plots.py"), ("scaling", "report.py"), ("training", "tune_plot.py")}
+MAY_DRAW = {("scaling", "plots.py"), ("scaling", "html.py"), ("training", "tune_plot.py")}
 HEAVY = {"torch", "transformers", "accelerate", "datasets"}  # scaling runs without any of them
 
 

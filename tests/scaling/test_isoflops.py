@@ -5,6 +5,7 @@ import pandas as pd
 import pytest
 
 from scaling.isoflops import isoflops_minima
+from scaling.table import RunTable
 
 BUDGETS = (4.64e17, 1e18, 2.15e18, 4.64e18, 1e19, 2.15e19)
 PUBLISHED = {  # loss and N in millions at the compute optimum, for the six budgets
@@ -82,3 +83,28 @@ def test_seeds_enter_as_their_mean_when_every_size_has_as_many():
 
 def test_without_budgets_there_are_no_minima():
     assert isoflops_minima(cell([1, 2, 3], [3, 2, 3]).drop(columns="budget_flops")) == ()
+
+
+def test_depths_at_the_same_widths_have_cells_of_their_own(make_grid, known_law):
+    """Two depths of one r are two parabolas: N differs at equal width."""
+    grid = make_grid(known_law)
+    deep = grid.assign(run_id="deep-" + grid["run_id"], n_once=grid["n_once"] * 2)
+    deep["tokens"] *= 0.8
+    pooled = pd.concat([grid.assign(effective_depth=20), deep.assign(effective_depth=24)])
+    found = isoflops_minima(RunTable.of(pooled).runs)
+    assert [(m.budget_flops, m.r, m.effective_depth) for m in found] == [
+        (budget, r, depth)
+        for budget in (1e14, 4e14, 1.6e15)
+        for r in (1, 2, 4)
+        for depth in (20.0, 24.0)
+    ]
+    assert all(m.n_runs == m.n_sizes == 3 for m in found)
+
+
+def test_a_depth_of_each_width_leaves_the_cell_whole(make_grid, known_law):
+    grid = make_grid(known_law)
+    alone = isoflops_minima(RunTable.of(grid).runs)
+    deeper = isoflops_minima(
+        RunTable.of(grid.assign(effective_depth=grid["hidden_size"] // 4)).runs
+    )
+    assert deeper == alone and len(alone) == 9
