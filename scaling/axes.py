@@ -20,7 +20,7 @@ from .solve import RANDOM_STARTS
 from .table import RunTable
 
 PREFIX = "loss/"
-_OF_N = ("A", "alpha", "phi")  # the term in N_eff: on a bound it does not hold φ
+_OF_N = ("A", "alpha", "phi")  # the term in N_eff; on a bound it leaves φ loose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,9 +193,7 @@ def against(
     out = []
     loose = [name for name in fit.at_bound if name in _OF_N]
     if loose:
-        out.append(
-            f"{', '.join(loose)} stopped on a bound of the search: no term in N_eff to hold φ"
-        )
+        out.append(f"{', '.join(loose)} stopped on a bound of the search: nothing holds φ")
     ends = _ends(interval)
     if ends is None:
         out.append(f"no interval to tell φ from noise: {interval.reason}")
