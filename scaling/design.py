@@ -127,16 +127,20 @@ def iso_depth(
     }
     for name, value in numbers.items():
         if value < 1:
-            raise ValueError(f"{name} is {value}, but must be a positive whole number. Correct it.")
+            raise ValueError(
+                f"{name} (--{name.replace('_', '-')}) is {value}, but must be a positive whole number. "
+                "Correct it."
+            )
     if effective_depth < shared_depth:
         raise ValueError(
-            f"effective_depth is {effective_depth}, below shared_depth = {shared_depth}, but a model "
-            "executes at least the layers that it shares. Raise it, or lower shared_depth."
+            f"effective_depth (--effective-depth) is {effective_depth}, below shared_depth = "
+            f"{shared_depth}, but a model executes at least the layers that it shares. Raise it, or lower "
+            "shared_depth (--shared-depth)."
         )
     for r in recurrences:
         if r < 1 or shared_depth % r:
             raise ValueError(
-                f"recurrences: {r} does not divide the {shared_depth} shared layers. Choose "
+                f"recurrences (--recurrences): {r} does not divide the {shared_depth} shared layers. Choose "
                 f"divisors of {shared_depth}, or take the architectures from a run table."
             )
     width = np.array([256.0, 512.0, 1024.0])  # any three: the counts are polynomials in d
@@ -237,7 +241,7 @@ def widths_around_optimum(
     found = [optimum(law, one, budget).hidden_size for one in family]
     if any(width is None for width in found):
         raise ValueError(
-            f"budgets: at {budget:g} FLOPs the law has no best width for some r. Give --widths."
+            f"budgets (--budgets): at {budget:g} FLOPs the law has no best width for some r. Give --widths."
         )
     best = float(np.exp(np.mean(np.log(np.array(found, dtype=float)))))
     step = next((step for step in (64, 32, 16) if best >= 6 * step), 8)

@@ -110,13 +110,14 @@ class Sensitivity:
         g, inside = self.gradient[rows], self.inside[rows]
         hessian = (g * inside[:, None]).T @ g
         scale = np.sqrt(np.diag(hessian))
-        if np.any(scale == 0):
+        free = scale > 1e-12 * scale.max()  # E = 0 lies on its bound and does not move
+        if not free[_PHI]:
             return None
-        correlation = hessian / np.outer(scale, scale)
+        correlation = hessian[np.ix_(free, free)] / np.outer(scale[free], scale[free])
         if np.linalg.cond(correlation) > 1e13:
             return None
-        inverse = np.linalg.inv(correlation)[_PHI] / scale / scale[_PHI]
-        return np.asarray(g @ inverse, dtype=float)
+        inverse = np.linalg.inv(correlation)[-1] / scale[free] / scale[_PHI]
+        return np.asarray(g[:, free] @ inverse, dtype=float)
 
     def variance(self, rows: NDArray[np.int64], pull: FloatArray) -> float:
         """Variance of Σ c·ψ over the runs in `rows`."""
@@ -224,8 +225,8 @@ def _refuse_hopeless(runs: pd.DataFrame, loss: FloatArray, noise: Noise) -> None
     smallest = float(np.min(loss))
     if noise.run + noise.cell > _LARGEST * smallest:
         raise ValueError(
-            f"Noise: run {noise.run:g} and cell {noise.cell:g} nats are more than {_LARGEST:g} of the "
-            f"smallest loss, {smallest:.3g}. Give standard deviations of a loss in nats."
+            f"Noise: run {noise.run:g} and cell {noise.cell:g} nats (--noise-run, --noise-cell) are more "
+            f"than {_LARGEST:g} of the smallest loss, {smallest:.3g}. Give standard deviations of a loss in nats."
         )
 
 

@@ -25,6 +25,8 @@ from .noise import Noise
 from .planned import Guess
 from .table import RunTable
 
+_LAW = ("E", "A", "alpha", "B", "beta", "phi")
+_LOWEST, _HIGHEST = -1.0, 2.0  # of φ: well inside the solver's ±3
 _FAMILY = ("effective_depth", "shared_depth", "sequence_length", "vocab_size")
 _GRID = ("like", "budgets", "widths", "recurrences")
 
@@ -78,24 +80,26 @@ def _law(options: argparse.Namespace, default: JointLaw) -> JointLaw:
     law = default
     if options.law is not None:
         try:
-            law = JointLaw(**dict(zip(_names(), map(float, options.law), strict=True)))
+            law = JointLaw(**dict(zip(_LAW, map(float, options.law), strict=True)))
         except ValueError as error:
             raise ValueError(
-                f"--law is {' '.join(options.law)}, which is no law ({error}) Give E A ALPHA B BETA "
+                f"--law is {' '.join(options.law)}: {str(error).rstrip('.')}. Give E A ALPHA B BETA "
                 f"PHI; the paper's is {' '.join(f'{value:g}' for value in astuple(PAPER_LAW))}."
             ) from error
     if options.phi is not None:
-        if not -1 <= options.phi <= 2:
-            raise ValueError(
-                f"--phi is {options.phi:g}, but must lie between -1 and 2: 0 says that recurrences add "
-                "nothing, 1 that each is worth a layer of its own. The paper's is 0.459."
-            )
-        law = replace(law, phi=options.phi)
+        law = replace(law, phi=_exponent("--phi is", options.phi))
+    if options.delta_phi is not None:
+        _exponent(f"--delta-phi is {options.delta_phi:g}, φ + Δφ", law.phi + options.delta_phi)
     return law
 
 
-def _names() -> tuple[str, ...]:
-    return ("E", "A", "alpha", "B", "beta", "phi")
+def _exponent(what: str, phi: float) -> float:
+    if not _LOWEST <= phi <= _HIGHEST:
+        raise ValueError(
+            f"{what} {phi:g}, but φ must lie between {_LOWEST:g} and {_HIGHEST:g}: 0 says that "
+            "recurrences add nothing, 1 that each is worth a layer of its own. The paper's is 0.459."
+        )
+    return phi
 
 
 def _noise(options: argparse.Namespace, fit: JointFit | None) -> Noise:

@@ -26,13 +26,13 @@ class Noise:
         for name, value in (("run", self.run), ("cell", self.cell)):
             if not (np.isfinite(value) and value >= 0):
                 raise ValueError(
-                    f"Noise: {name} is {value}, but must be a standard deviation in nats, at least "
+                    f"Noise: {name} (--noise-{name}) is {value}, but must be a standard deviation in nats, at least "
                     "0. The paper's runs have 0.009 and 0.005."
                 )
         if self.run == 0 and self.cell == 0:
             raise ValueError(
-                "Noise: run and cell are both 0, so that every grid would give an exact φ. Give at "
-                "least one; the paper's runs have 0.009 and 0.005."
+                "Noise: run and cell (--noise-run, --noise-cell) are both 0, so that every grid would "
+                "give an exact φ. Give at least one; the paper's runs have 0.009 and 0.005."
             )
 
     @classmethod

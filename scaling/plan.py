@@ -81,11 +81,8 @@ def run(options: argparse.Namespace) -> int:
             f"--sets is {options.sets}, but percentiles of the estimates need at least "
             f"{_FEWEST_SETS}. The default is 200."
         )
-    if options.delta_phi is not None and not np.isfinite(options.delta_phi):
-        raise ValueError(
-            f"--delta-phi is {options.delta_phi}, but must be finite. Give a difference of exponents, "
-            "for example 0.1."
-        )
+    if options.seed < 0:
+        raise ValueError(f"--seed is {options.seed}, but must be at least 0. The default is 0.")
     found = plan(
         guess_of(options),
         delta_phi=options.delta_phi,
