@@ -183,10 +183,10 @@ def cheapest(
 
 def _why_none(among: Candidates, simulated: int) -> str:
     """Say why no candidate was found."""
-    if simulated == _MOST_SIMULATED:
+    if simulated:
         return (
-            f"the {simulated} cheapest that promised as much broke it: ask for a wider interval, or add "
-            "budgets, widths or r"
+            f"the {simulated} cheapest grids that promised as much broke their promise when simulated: ask "
+            "for a wider interval, or add budgets, widths or r"
         )
     return (
         f"none of {len(among.grids)} part grids gets there (the narrowest promises "

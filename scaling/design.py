@@ -213,7 +213,7 @@ def planned_runs(grid: Grid, family: Sequence[Architecture]) -> pd.DataFrame:
 
 
 def grid_of(runs: pd.DataFrame) -> Grid:
-    """Find the grid that a table of runs spans: per budget, every width that one of its r has.
+    """Find the grid that a table of runs spans: per budget, every width that one of its r has, once.
 
     Raises ValueError without budget_flops or hidden_size.
     """

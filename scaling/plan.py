@@ -26,7 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `python -m scaling design`."""
     grid = parser.add_argument_group("grid (default: the paper's 116 runs)")
     grid.add_argument("--paper", action="store_true", help="the paper's grid, law and noise")
-    grid.add_argument("--like", metavar="TABLE", help="grid, law, noise and counts of a run table")
+    grid.add_argument(
+        "--like",
+        metavar="TABLE",
+        help="grid (one run a setting), law, noise and counts of a run table",
+    )
     grid.add_argument("--loss", default="val_loss", metavar="COLUMN", help="its column to fit")
     grid.add_argument("--budgets", nargs="+", metavar="C", help="training FLOPs of a run")
     grid.add_argument(
