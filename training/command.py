@@ -18,6 +18,7 @@ from rich.progress import Progress as Bars
 
 from .config import TrainingConfig, load_config
 from .loop import Interrupted, Progress, train
+from .messages import say
 
 RESUME = 75  # EX_TEMPFAIL: not done, try again
 # Which environment variables say that a launcher started this process: Accelerate's and torchrun's.
@@ -54,16 +55,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config = load_config(options.config, options.fields)
             record = _train_with_bar(config, console, signals)
     except (ValueError, OSError, ImportError) as error:
-        console.print(f"error: {error}", style="red", markup=False, highlight=False)
+        say(console, f"error: {error}", style="red")
         return 2
     except (KeyboardInterrupt, Interrupted) as interruption:
         what = str(interruption) or "Interrupted at once; what was saved before stays."
-        console.print(f"{what} Run the same command again to go on.", markup=False, highlight=False)
+        say(console, f"{what} Run the same command again to go on.")
         return 130 if signals.asked == signal.SIGINT else RESUME
     if not PartialState().is_main_process:
         return 0
     if record["status"] == "diverged":
-        console.print(
+        say(
+            console,
             f"{config.name} diverged at step {record['diverged_step']}: not finite: {record['not_finite']}.",
             style="red",
         )

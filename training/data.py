@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from .config import DataConfig
 from .corpus import Corpus, corpus_sources, load_corpus, progress_bar, quiet_datasets
 from .files import new_folder
+from .messages import say
 from .packers import Packer, Shard, choose_processes, plan_shards, write_shards
 from .shards import Rows, open_shards
 from .tokenizer import load_tokenizer, tokenizer_fingerprint, train_tokenizer
@@ -131,18 +132,18 @@ def prepare(data: DataConfig, folder: Path, *, progress: bool = True) -> PackedD
 def _say_how_much_is_kept(packed: PackedData) -> None:
     split, console = packed.metadata["splits"]["train"], Console(stderr=True)
     cropped = split["cropped"] / split["tokens"]
-    console.print(
+    say(
+        console,
         f"{split['rows']:,} rows of {packed.sequence_length} tokens for training; best-fit packing cropped "
         f"{cropped:.0%} of the documents' tokens",
-        highlight=False,
     )
     if cropped > MUCH_CROPPED:
-        console.print(
+        say(
+            console,
             f"warning: {cropped:.0%} of the text is lost, since the documents are long for rows of "
             f"{packed.sequence_length} tokens. Part them by blank lines (in text files), set "
             "data.document_characters to cut them at their own, or raise data.sequence_length.",
             style="yellow",
-            highlight=False,
         )
 
 

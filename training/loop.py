@@ -35,6 +35,7 @@ from .hardware import check_launch, choose_attention, choose_orthogonalise_dtype
 from .hyperp import learning_rates, parameter_groups, schedule
 from .initial import initial_model
 from .log import open_log
+from .messages import say
 from .monitor import gradient_norms, state_norms
 from .muonh import MuonH
 from .packing import document_positions
@@ -219,9 +220,7 @@ class _Run:
 
     def _warn(self, message: str) -> None:
         if self.accelerator.is_main_process:
-            Console(stderr=True).print(
-                f"warning: {message}", style="yellow", markup=False, highlight=False
-            )
+            say(Console(stderr=True), f"warning: {message}", style="yellow")
 
     def write(self, status: str, **further: Any) -> dict[str, Any]:
         """Write the record with a status and what is new."""

@@ -34,6 +34,7 @@ from hf_looped import LoopedConfig, LoopedForCausalLM
 from hf_looped.accounting import parameters
 
 from .files import new_folder
+from .messages import say
 
 INJECTIONS = ("linear", "additive", "passthrough")
 SECTIONS = ("prelude", "recurrent", "coda")
@@ -340,11 +341,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         result = retrofit(options.pop("source"), options.pop("out"), **options)
     except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+        say(Console(stderr=True), f"error: {error}", style="red")
         return 2
     console = Console()
     console.print(_table(result, recurrences))
-    console.print(f"{out}: train on with init_from={out}", highlight=False, markup=False)
+    say(console, f"{out}: train on with init_from={out}")
     return 0
 
 

@@ -23,6 +23,7 @@ from rich.text import Text
 from .claims import holder
 from .costs import duration
 from .ledger import read_plan
+from .messages import say
 
 # In the order of the table: what needs a look comes first.
 COLOURS = {
@@ -64,12 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     console = Console()
     if not look(options.out):
-        Console(stderr=True).print(
+        say(
+            Console(stderr=True),
             f"error: {options.out} holds no runs and no plan.json. Give the --out of a sweep.",
             style="red",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
         )
         return 2
     if options.once or not console.is_terminal:

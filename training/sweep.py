@@ -28,6 +28,7 @@ from .grid import PlannedRun, expand, load_grid, plan
 from .launch import ENDED, recipe_of, result, start, stop
 from .ledger import write_plan, write_runs
 from .loop import ended_record
+from .messages import say
 from .record import read_record
 from .slurm import submit
 from .workers import Outcome, run_here
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = plan(expand(load_grid(options.grid), options.out, options.fields))
         jobs = len(runs) if options.submit else 1 if launch else options.jobs or os.cpu_count() or 1
         console.print(plan_table(runs, jobs))
-        console.print(needs(runs, jobs, options.mfu, options.peak_flops), highlight=False)
+        say(console, needs(runs, jobs, options.mfu, options.peak_flops))
         if options.dry_run:
             return 0
         if options.submit:
@@ -61,10 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         return run_grid(runs, out, jobs, launch, console, retry_failed=options.retry_failed)
     except (ValueError, OSError) as error:
-        console.print(f"error: {error}", style="red", markup=False, highlight=False)
+        say(console, f"error: {error}", style="red")
         return 2
     except KeyboardInterrupt:
-        console.print("Interrupted. What ran is saved; the same command goes on from there.")
+        say(console, "Interrupted. What ran is saved; the same command goes on from there.")
         return 130
 
 
@@ -142,11 +143,11 @@ def submit_grid(
     jobs = submit(free, out, cluster, settings)
     write_runs(out)
     for run, job in zip(free, jobs, strict=True):
-        console.print(f"job {job.job_id}: {run.config.name}", highlight=False)
-    console.print(
+        say(console, f"job {job.job_id}: {run.config.name}")
+    say(
+        console,
         f"{len(jobs)} jobs submitted, {len(missing) - len(free)} runs are being trained already; logs in "
         f"{out / 'jobs'}. Where they stand: python -m training.sweep status {out}",
-        highlight=False,
     )
     return 1 if FAILED_BEFORE in outcome.values() else 0
 
@@ -165,21 +166,22 @@ def _begin(
     missing.sort(key=lambda run: -run.seconds)
     need, free = disk(missing, jobs).peak, free_bytes(out)
     if need > free:
-        console.print(
+        say(
+            console,
             f"The runs that are missing need {decimal(need)} of disk, and {out} has {decimal(free)} left. Free some, "
             "lower checkpoints_kept or --jobs, or choose another --out.",
             style="yellow",
-            highlight=False,
         )
     packed = prepare(data, runs[0].config.data_folder, progress=True)
     check_tokens(packed, max(run.record["tokens"] for run in runs), data.allow_repeat)
     write_plan(runs, out)
     ended = sum(status in ENDED for status in outcome.values())
     if ended:
-        console.print(f"{ended} of {len(runs)} runs have ended before and are skipped.")
+        say(console, f"{ended} of {len(runs)} runs have ended before and are skipped.")
     others = {path.parent.name for path in out.glob("*/run.json")} - {r.config.name for r in runs}
     if others:
-        console.print(
+        say(
+            console,
             f"{len(others)} further runs in {out} are not of this grid, but will stand in its table: "
             f"{', '.join(sorted(others)[:3])}{', …' if len(others) > 3 else ''}",
             style="yellow",
@@ -207,25 +209,25 @@ def _report(outcome: Outcome, out: Path, console: Console) -> int:
 
     for name, text in outcome.items():
         if text not in (*ENDED, CLAIMED, FAILED_BEFORE):
-            console.print(f"failed: {name}: {text}", style="red", markup=False, highlight=False)
+            say(console, f"failed: {name}: {text}", style="red")
     for name in those("diverged"):
-        console.print(f"diverged: {name}", style="yellow", markup=False, highlight=False)
+        say(console, f"diverged: {name}", style="yellow")
     if again := those(FAILED_BEFORE):
-        console.print(
+        say(
+            console,
             f"{len(again)} runs failed before and were skipped ({', '.join(again[:3])}"
             f"{', …' if len(again) > 3 else ''}); --retry-failed tries them again.",
             style="red",
-            highlight=False,
         )
     if claimed := those(CLAIMED):
-        console.print(
+        say(
+            console,
             f"{len(claimed)} runs are being trained by another sweep: python -m training.sweep status {out}",
             style="yellow",
-            highlight=False,
         )
-    console.print(
+    say(
+        console,
         f"{len(those('finished'))} of {len(outcome)} runs finished; table in {out / 'runs.csv'}",
-        highlight=False,
     )
     return 0 if set(outcome.values()) <= {*ENDED, CLAIMED} else 1
 

@@ -30,6 +30,7 @@ from .costs import MFU, PEAK_FLOPS, needs, plan_table
 from .curves import Condition, UCurve, curve_table, fit, verdict
 from .files import write_text
 from .grid import plan
+from .messages import say
 from .record import architecture_of
 from .sweep import run_grid
 
@@ -65,17 +66,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             launch = torch.cuda.is_available()
             jobs = 1 if launch else options.jobs or os.cpu_count() or 1
             console.print(plan_table(runs, jobs))
-            console.print(needs(runs, jobs, MFU, PEAK_FLOPS), highlight=False)
+            say(console, needs(runs, jobs, MFU, PEAK_FLOPS))
             if options.dry_run:
                 return 0
             status = run_grid(runs, out, jobs, launch, console, retry_failed=options.retry_failed)
         analyse(out, rate, console)
         return status
     except (ValueError, OSError) as error:
-        console.print(f"error: {error}", style="red", markup=False, highlight=False)
+        say(console, f"error: {error}", style="red")
         return 2
     except KeyboardInterrupt:
-        console.print("Interrupted. What ran is saved; the same command goes on from there.")
+        say(console, "Interrupted. What ran is saved; the same command goes on from there.")
         return 130
 
 
@@ -268,7 +269,7 @@ def analyse(out: Path, rate: str, console: Console) -> dict[Condition, UCurve]:
     if len(ended) < len(runs):
         others = runs["status"].value_counts().drop(["finished", "diverged"], errors="ignore")
         counts = ", ".join(f"{count} {status}" for status, count in others.items())
-        console.print(f"{counts}: not in the curves.", style="yellow", highlight=False)
+        say(console, f"{counts}: not in the curves.", style="yellow")
     if ended.empty:
         raise ValueError(f"{out}: none of its {len(runs)} runs of {rate} has ended; train first.")
     base = float(ended["base"].iloc[0])
@@ -296,7 +297,7 @@ def analyse(out: Path, rate: str, console: Console) -> dict[Condition, UCurve]:
 
     sweep_figure(curves, reference, f"optimizer.{rate}").savefig(out / "tune.png", dpi=150)
     console.print(curve_table(f"optimizer.{rate}", curves))
-    console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    say(console, sentence)
     return curves
 
 

@@ -25,6 +25,7 @@ from .config import TrainingConfig
 from .costs import duration
 from .grid import PlannedRun
 from .loop import Interrupted, Progress, train
+from .messages import say
 
 Outcome = dict[str, str]  # run id → status, or the error's text
 # "progress", Progress; "ended", status or error; "claimed" and "died", in words.
@@ -61,7 +62,7 @@ def run_here(runs: Sequence[PlannedRun], jobs: int, console: Console) -> Outcome
                         waiting.append(run)
                         board.pause(name)
                         if kind == "died":
-                            console.print(f"{name}: {news}. It is tried once more.", style="yellow")
+                            say(console, f"{name}: {news}. It is tried once more.", style="yellow")
                     else:
                         outcome[name] = news
                         board.end(name)
