@@ -1,21 +1,12 @@
-"""Command line: `python -m scaling fit TABLE` fits the joint law.
-
-`python -m scaling check TABLE` says what is missing.
-"""
+"""Command line: `python -m scaling COMMAND --help` explains each command and its options."""
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from .analysis import analyse
-from .outputs import write_json, write_plots, write_text
-from .readiness import check_table
-from .report import render
-from .runs import collect_runs, prepare, read_raw
+from . import commands, plan
 from .split import SPLITS
-from .table import RunTable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,98 +22,142 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _fit(options: argparse.Namespace) -> int:
-    table = RunTable.read(
-        options.table,
-        split=options.split,
-        loss=options.loss,
-        loss_unit=options.loss_unit,
-        drop=options.drop,
-        variant=options.variant,
-    )
-    analysis = analyse(table, seed=options.seed)
-    text = render(analysis)
-    print(text, end="")
-    if options.report:
-        write_text(options.report, text)
-    if options.json:
-        write_json(options.json, analysis)
-    if options.plots:
-        try:
-            write_plots(options.plots, analysis)
-        except ImportError as error:
-            raise ValueError(
-                "--plots needs matplotlib, which is not installed. pip install matplotlib"
-            ) from error
-    return 0
-
-
-def _check(options: argparse.Namespace) -> int:
-    path = Path(options.table)
-    frame = collect_runs(path) if path.is_dir() else read_raw(path)
-    frame = prepare(frame, loss_unit=options.loss_unit, drop=options.drop, variant=options.variant)
-    found = check_table(frame, loss=options.loss)
-    for one in found:
-        print(
-            f"{'ready  ' if one.missing is None else 'missing'}  {one.name}"
-            + (f": {one.missing}" if one.missing else "")
-        )
-    return 0
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scaling", description="How much is one recurrence worth?"
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add = parser.add_subparsers(required=True, metavar="COMMAND").add_parser
+    table, fitted, printed, drawn = _table(), _fitted(), _printed(), _drawn()
+
+    fit = add("fit", parents=[table, fitted, printed, drawn], help="fit a law, print the report")
+    fit.add_argument(
+        "--law",
+        choices=("joint", "chinchilla"),
+        default="joint",
+        help="joint: with φ (default); chinchilla: N = n_once + n_rec whatever r",
+    )
+    _delta(fit)
+    fit.set_defaults(run=commands.fit)
+
+    report = add(
+        "report", parents=[table, fitted, drawn], help="write everything about a table to files"
+    )
+    report.add_argument(
+        "--out",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="by extension: .html (one file, with sliders), .md, .txt, .json",
+    )
+    report.add_argument("--compare", metavar="TABLE", help="a variant's run table, for Δφ")
+    report.add_argument("--compare-variant", metavar="NAME", help="keep this variant of it")
+    _delta(report)
+    report.set_defaults(run=commands.report)
+
+    compare = add(
+        "compare", parents=[table, fitted, printed], help="Δφ of a variant against a baseline"
+    )
+    compare.add_argument("other", metavar="VARIANT", help="run table of the variant")
+    compare.add_argument("--other-variant", metavar="NAME", help="keep this variant of VARIANT")
+    compare.add_argument(
+        "--drop-other", nargs="+", action="extend", default=[], metavar="RUN_ID",
+        help="leave these runs of VARIANT out",
+    )  # fmt: skip
+    compare.set_defaults(run=commands.compare_tables)
+
+    design = add("design", help="what interval of φ or Δφ a planned grid would give, and its cost")
+    plan.add_arguments(design)
+    design.set_defaults(run=plan.run)
+
+    saturation = add(
+        "saturation", parents=[printed], help="fit L∞ + Z·exp(−z·T/μ) to losses at test recurrences"
+    )
+    saturation.add_argument(
+        "table", metavar="TABLE", help="one row per (run_id, test_recurrences): .csv, .jsonl, …"
+    )
+    _losses(saturation)
+    saturation.add_argument(
+        "--mu", default="recurrences", metavar="COLUMN", help="mean recurrences in training"
+    )
+    _delta(saturation)
+    saturation.set_defaults(run=commands.saturation)
+
+    check = add("check", parents=[table], help="say which fits the table is ready for")
+    check.set_defaults(run=commands.check)
+    return parser
+
+
+def _table() -> argparse.ArgumentParser:
+    """Options that say which runs and which column."""
     table = argparse.ArgumentParser(add_help=False)
     table.add_argument(
         "table",
         metavar="TABLE",
         help="run table (.csv, .jsonl, .parquet) or a directory of run directories",
     )
+    _losses(table)
     table.add_argument(
+        "--drop", nargs="+", action="extend", default=[], metavar="RUN_ID",
+        help="leave these runs out",
+    )  # fmt: skip
+    table.add_argument(
+        "--variant", metavar="NAME", help="keep this variant (and r = 1 of others if it has none)"
+    )
+    return table
+
+
+def _losses(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--loss", default="val_loss", metavar="COLUMN", help="column to fit (default: val_loss)"
     )
-    table.add_argument(
+    parser.add_argument(
         "--loss-unit",
         choices=("nats", "bits"),
         default="nats",
         help="unit of the table's losses, per token",
     )
-    table.add_argument(
-        "--drop",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="RUN_ID",
-        help="leave these runs out",
-    )
-    table.add_argument(
-        "--variant", metavar="NAME", help="keep this variant (and r = 1 of others if it has none)"
-    )
 
-    fit = commands.add_parser("fit", parents=[table], help="fit the joint law, print the report")
+
+def _fitted() -> argparse.ArgumentParser:
+    """Options of a fit with an interval."""
+    fitted = argparse.ArgumentParser(add_help=False)
     meanings = "; ".join(f"{name}: {meaning}" for name, meaning in SPLITS.items())
-    fit.add_argument(
+    fitted.add_argument(
         "--split",
         choices=tuple(SPLITS),
         default="text",
         help=f"what N_once and N_rec are. {meanings}",
     )
-    fit.add_argument("--seed", type=int, default=0, help="seed of the bootstrap (default: 0)")
-    fit.add_argument("--json", metavar="OUT", help="write the numbers as JSON")
-    fit.add_argument(
-        "--plots", metavar="DIR", help="write isoflops.png, frontier.png and predicted.png"
-    )
-    fit.add_argument("--report", metavar="OUT", help="write the printed report")
-    fit.set_defaults(run=_fit)
+    fitted.add_argument("--seed", type=int, default=0, help="seed of the bootstrap (default: 0)")
+    return fitted
 
-    check = commands.add_parser(
-        "check", parents=[table], help="say which fits the table is ready for"
+
+def _delta(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--delta",
+        type=float,
+        default=1e-3,
+        metavar="D",
+        help="Huber threshold on the log residual (default: 1e-3)",
     )
-    check.set_defaults(run=_check)
-    return parser
+
+
+def _printed() -> argparse.ArgumentParser:
+    """Files beside the printed report."""
+    printed = argparse.ArgumentParser(add_help=False)
+    printed.add_argument("--json", metavar="OUT", help="write the numbers as JSON")
+    printed.add_argument("--report", metavar="OUT", help="write the printed report")
+    return printed
+
+
+def _drawn() -> argparse.ArgumentParser:
+    """Options of the figures."""
+    drawn = argparse.ArgumentParser(add_help=False)
+    drawn.add_argument("--plots", metavar="DIR", help="write isoflops, frontier and predicted")
+    drawn.add_argument(
+        "--plot-format", choices=("png", "svg"), default="png", help="of --plots (default: png)"
+    )
+    return drawn
 
 
 if __name__ == "__main__":

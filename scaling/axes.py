@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from .bootstrap import RESAMPLES, PhiInterval, bootstrap
+from .checks import refuse_bad_runs
 from .fit import JointFit, fit_joint
 from .record import Record
 from .runs import is_finished
@@ -158,10 +159,18 @@ def axis_fit(
             f"{frame.attrs.get('source', 'the run table')}: column {column} is missing (columns "
             f"{PREFIX}…: {known}). Choose one of them, or evaluate the runs first."
         )
-    part, missing = _with_value(frame, column)
+    part, missing = with_value(frame, column)
     if missing and not is_finished(part).any():
         return _refused(column, f"no finished run has a value of {column}", missing, thresholds)
-    table = RunTable.of(part, split=split, loss=column)
+    try:
+        table = RunTable.of(part, split=split, loss=column)
+    except ValueError as error:
+        refuse_bad_runs(part, loss=column)
+        if not missing:
+            raise
+        return _refused(
+            column, f"no split over the runs with a value: {error}", missing, thresholds
+        )
     spread, between = seed_spread(table.runs), between_r(table.runs)
     try:
         fit = fit_joint(table, delta=delta, n_starts=n_starts)
@@ -277,7 +286,7 @@ def phi_by_seed(
     )
 
 
-def _with_value(frame: pd.DataFrame, column: str) -> tuple[pd.DataFrame, tuple[str, ...]]:
+def with_value(frame: pd.DataFrame, column: str) -> tuple[pd.DataFrame, tuple[str, ...]]:
     """Leave out the finished runs without a value; who they are."""
     absent = frame[column].isna() & is_finished(frame)
     part = frame[~absent].copy()

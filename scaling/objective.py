@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from .laws import FloatArray
 
-_CHUNK = 125  # rows at once: larger batches leave the cache
+_CHUNK = 15_000  # rows times runs at once: larger batches leave the cache
 NAMES = ("A", "B", "E", "alpha", "beta", "phi")
 
 
@@ -113,7 +113,8 @@ def evaluate(
     with c_k = ∇z_k, g = Σ_k p_k·c_k = ∇LSE and ψ = w·Huber′; the others the majoriser Σ w·min(1,
     δ/|ρ|)·g·gᵀ, positive semidefinite.
     """
-    parts = [slice(at, at + _CHUNK) for at in range(0, len(theta), _CHUNK)]
+    rows = max(1, _CHUNK // design.n)
+    parts = [slice(at, at + rows) for at in range(0, len(theta), rows)]
     done = [_evaluate(design, theta[p], weights[p], delta, exact[p]) for p in parts]
     if len(done) == 1:
         return done[0]
@@ -125,6 +126,67 @@ def evaluate(
     )
 
 
+def residuals(design: Design, theta: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Log residuals ρ [n] and their derivatives [n, 6] at one θ [6]."""
+    at = _predict(design, theta[None])
+    return at.residual[0], at.g[0].T
+
+
+def lagrangian(design: Design, theta: FloatArray, psi: FloatArray) -> FloatArray:
+    """Σ_i ψ_i·∇²ρ_i at one θ [6] for multipliers ψ [n]. [6, 6]."""
+    at = _predict(design, theta[None])
+    outer = (at.g[0] * psi) @ at.g[0].T
+    return np.asarray(_curvature(design, psi[None], at, theta[None, 3:4])[0] - outer, dtype=float)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Prediction:
+    """ρ [R, n], ∇ρ [R, 6, n], and log N_eff, its slope in φ and the share q.
+
+    The last three are [R, n], or [1, n] where all rows have one φ.
+    """
+
+    residual: FloatArray
+    g: FloatArray
+    log_n: FloatArray
+    slope: FloatArray
+    share: FloatArray
+
+    def rows(self, index: NDArray[np.intp]) -> "_Prediction":
+        """Only the rows at `index`."""
+        common = len(self.log_n) == 1
+        return _Prediction(
+            residual=self.residual[index],
+            g=self.g[index],
+            log_n=self.log_n if common else self.log_n[index],
+            slope=self.slope if common else self.slope[index],
+            share=self.share if common else self.share[index],
+        )
+
+
+def _predict(design: Design, theta: FloatArray) -> _Prediction:
+    a, b, e, alpha, beta, phi = (theta[:, k : k + 1] for k in range(6))  # [R, 1]
+    if np.all(phi == phi[0]):
+        phi = phi[:1]
+    looped = np.exp(phi * design.log_r) * design.rec  # [R, n]
+    n_eff = design.once + looped
+    log_n = np.log(n_eff)
+    share = looped / n_eff
+    slope = share * design.log_r  # ∂ log N_eff / ∂φ
+    term_n, term_d, term_e = np.exp(a - alpha * log_n), np.exp(b - beta * design.log_d), np.exp(e)
+    total = term_n + term_d
+    total += term_e
+    g = np.empty((len(theta), 6, design.n))  # ∇LSE
+    p_n, p_d = np.divide(term_n, total, out=g[:, 0]), np.divide(term_d, total, out=g[:, 1])
+    np.divide(term_e, total, out=g[:, 2])
+    np.multiply(p_n, -log_n, out=g[:, 3])
+    np.multiply(p_d, -design.log_d, out=g[:, 4])
+    np.multiply(-alpha * p_n, slope, out=g[:, 5])
+    residual = np.log(total, out=total)
+    residual -= design.log_loss
+    return _Prediction(residual=residual, g=g, log_n=log_n, slope=slope, share=share)
+
+
 def _evaluate(
     design: Design,
     theta: FloatArray,
@@ -133,66 +195,40 @@ def _evaluate(
     exact: NDArray[np.bool_],
 ) -> Derivatives:
     """Evaluate one chunk of rows, small enough for its arrays [R, 6, n] to stay in the cache."""
-    a, b, e, alpha, beta, phi = (theta[:, k : k + 1] for k in range(6))  # [R, 1]
-    looped = np.exp(phi * design.log_r) * design.rec  # [R, n]
-    n_eff = design.once + looped
-    log_n = np.log(n_eff)
-    share = looped / n_eff
-    slope = share * design.log_r  # ∂ log N_eff / ∂φ
-    term_n, term_d, term_e = np.exp(a - alpha * log_n), np.exp(b - beta * design.log_d), np.exp(e)
-    total = term_n + term_d + term_e
-    residual = np.log(total) - design.log_loss
-    size = np.abs(residual)
+    at = _predict(design, theta)
+    g = at.g
+    size = np.abs(at.residual)
     clipped = np.minimum(size, delta)
-    f = np.sum(
-        weights * clipped * (size - 0.5 * clipped), axis=1
-    )  # Huber: c·(|ρ| − c/2), c = min(|ρ|, δ)
-
-    p_n, p_d = term_n / total, term_d / total
-    g = np.empty((len(theta), 6, design.n))  # ∇LSE
-    g[:, 0], g[:, 1], g[:, 2] = p_n, p_d, term_e / total
-    np.multiply(p_n, -log_n, out=g[:, 3])
-    np.multiply(p_d, -design.log_d, out=g[:, 4])
-    np.multiply(-alpha * p_n, slope, out=g[:, 5])
-    psi = weights * np.copysign(clipped, residual)
+    psi = weights * clipped
+    f = np.sum(psi * (size - 0.5 * clipped), axis=1)  # Huber: c·(|ρ| − c/2), c = min(|ρ|, δ)
+    psi = np.copysign(psi, at.residual)
     major = weights * (delta / np.maximum(size, delta))
     gradient = (g @ psi[:, :, None])[:, :, 0]
-    majoriser = ((g * g) @ major[:, :, None])[:, :, 0]
-
     outer = np.where(exact[:, None], weights * (size <= delta) - psi, major)
     hessian = (g * outer[:, None, :]) @ g.transpose(0, 2, 1)
+    majoriser = np.diagonal(hessian, axis1=1, axis2=2).copy()
     if exact.any():
         rows = np.flatnonzero(exact)
-        curvature = _curvature(
-            design, psi[rows], g[rows], log_n[rows], slope[rows], share[rows], alpha[rows]
-        )
-        hessian[rows] += curvature
+        majoriser[rows] = ((g[rows] ** 2) @ major[rows][:, :, None])[:, :, 0]
+        hessian[rows] += _curvature(design, psi[rows], at.rows(rows), theta[rows, 3:4])
     return Derivatives(f=f, gradient=gradient, hessian=hessian, majoriser=majoriser)
 
 
-def _curvature(
-    design: Design,
-    psi: FloatArray,
-    g: FloatArray,
-    log_n: FloatArray,
-    slope: FloatArray,
-    share: FloatArray,
-    alpha: FloatArray,
-) -> FloatArray:
+def _curvature(design: Design, psi: FloatArray, at: _Prediction, alpha: FloatArray) -> FloatArray:
     """Σ_i ψ_i·Σ_k (p_k·c_k·c_kᵀ + p_k·∇²z_k).
 
     The part of the Hessian beyond the outer product of ∇LSE. [R, 6, 6].
     """
-    bend_n, bend_d, bend_e = psi * g[:, 0], psi * g[:, 1], psi * g[:, 2]  # ψ·p_k, [R, n]
-    c_a, c_phi = -log_n, -alpha * slope  # ∂z₁/∂α and ∂z₁/∂φ; ∂z₁/∂a = 1
+    bend_n, bend_d, bend_e = (psi * at.g[:, k] for k in range(3))  # ψ·p_k, [R, n]
+    c_a, c_phi = -at.log_n, -alpha * at.slope  # ∂z₁/∂α and ∂z₁/∂φ; ∂z₁/∂a = 1
     out = np.zeros((len(psi), 6, 6))
     for (i, j), value in {
         (0, 0): bend_n.sum(axis=1),
-        (0, 3): np.einsum("rn,rn->r", bend_n, c_a),
-        (0, 5): np.einsum("rn,rn->r", bend_n, c_phi),
-        (3, 3): np.einsum("rn,rn->r", bend_n, c_a * c_a),
-        (3, 5): np.einsum("rn,rn->r", bend_n, c_a * c_phi - slope),  # ∂²z₁/∂α∂φ = −q·log r
-        (5, 5): np.einsum("rn,rn->r", bend_n, c_phi * (c_phi + (1 - share) * design.log_r)),
+        (0, 3): _dot(bend_n, c_a),
+        (0, 5): _dot(bend_n, c_phi),
+        (3, 3): _dot(bend_n, c_a * c_a),
+        (3, 5): _dot(bend_n, c_a * c_phi - at.slope),  # ∂²z₁/∂α∂φ = −q·log r
+        (5, 5): _dot(bend_n, c_phi * (c_phi + (1 - at.share) * design.log_r)),
         (1, 1): bend_d.sum(axis=1),
         (1, 4): -bend_d @ design.log_d,
         (4, 4): bend_d @ design.log_d**2,
@@ -200,3 +236,10 @@ def _curvature(
     }.items():
         out[:, i, j] = out[:, j, i] = value
     return out
+
+
+def _dot(rows: FloatArray, others: FloatArray) -> FloatArray:
+    """Sum of products over the runs, [R, n] × [R or 1, n] → [R]."""
+    if len(others) == 1:
+        return np.asarray(rows @ others[0], dtype=float)
+    return np.asarray(np.einsum("rn,rn->r", rows, others), dtype=float)

@@ -6,6 +6,7 @@ The CLI and the sweep share it.
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -24,30 +25,37 @@ def write_outputs(data: RunTable | pd.DataFrame, out_dir: str | os.PathLike[str]
     analysis = analyse(data)
     out_dir = Path(out_dir)
     write_text(out_dir / "report.txt", render(analysis))
-    write_json(out_dir / "fit.json", analysis)
+    write_json(out_dir / "fit.json", as_json(analysis))
     write_plots(out_dir, analysis)
     return analysis
 
 
-def write_json(path: str | os.PathLike[str], analysis: Analysis) -> None:
-    """Write `analysis.as_json` as strict JSON (no NaN)."""
-    write_text(
-        path, json.dumps(as_json(analysis), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    )
+def write_json(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
+    """Write plain values as strict JSON (no NaN)."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def write_plots(out_dir: str | os.PathLike[str], analysis: Analysis) -> tuple[Path, ...]:
-    """Write the three figures as PNG and return their paths. Needs matplotlib."""
-    from . import plots  # here, so that fits work without matplotlib
+def write_plots(
+    out_dir: str | os.PathLike[str], analysis: Analysis, *, form: str = "png"
+) -> tuple[Path, ...]:
+    """Write the three figures as PNG or SVG and return their paths.
 
+    Raises ValueError where matplotlib is not installed.
+    """
+    try:
+        from . import plots  # here, so that fits work without matplotlib
+    except ImportError as error:
+        raise ValueError(
+            "figures need matplotlib, which is not installed. pip install matplotlib"
+        ) from error
     figures = {
-        "isoflops.png": plots.isoflops_figure,
-        "frontier.png": plots.frontier_figure,
-        "predicted.png": plots.predicted_figure,
+        "isoflops": plots.isoflops_figure,
+        "frontier": plots.frontier_figure,
+        "predicted": plots.predicted_figure,
     }
     paths = []
     for name, figure in figures.items():
-        paths.append(Path(out_dir) / name)
+        paths.append(Path(out_dir) / f"{name}.{form}")
         plots.save(figure(analysis), paths[-1])
     return tuple(paths)
 

@@ -28,7 +28,7 @@ _DPI = 150
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a figure as PNG at 150 dpi; readers see the old file or the new one.
+    """Write a figure as PNG (150 dpi) or SVG, by extension; readers see the old file or the new one.
 
     Never half of it.
     """
@@ -37,7 +37,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     temporary = path.with_name(f".{path.name}.part")
     try:
         FigureCanvasAgg(figure)
-        figure.savefig(temporary, format="png", dpi=_DPI)
+        figure.savefig(temporary, format=path.suffix[1:], dpi=_DPI)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -6,7 +6,7 @@ The law, restricted fits, residuals, minima, seeds, warnings. Markdown tables.
 import numpy as np
 
 from .analysis import Analysis
-from .fit import JointFit
+from .fit import ChinchillaFit, Fit
 from .split import SPLITS
 from .text import bullets, count, table, wrap
 
@@ -22,6 +22,26 @@ def render(analysis: Analysis) -> str:
         _warnings(analysis),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def render_chinchilla(fit: ChinchillaFit) -> str:
+    """Write the fit of Chinchilla's law, which knows no recurrences."""
+    law = fit.law
+    left_out = ", ".join(f"{count} {status}" for status, count in fit.n_left_out.items()) or "none"
+    lines = [
+        "# Chinchilla's law",
+        "",
+        f"L = {law.E:.5f} + {law.A:.6g}·N^−{law.alpha:.6f} + {law.B:.6g}·D^−{law.beta:.6f}, N = n_once + n_rec",
+        "",
+        f"Table:  {fit.source}, column {fit.loss} in nats per token",
+        f"Runs:   {fit.n_runs} finished, left out: {left_out}",
+        f"Fit:    Huber({fit.delta:g}) on log loss, objective {fit.objective:.10e}, reached by "
+        f"{fit.n_at_best} of {fit.n_starts} starts",
+        f"Errors: R² {fit.r2:.4f}, RMSE {fit.rmse:.4f} nats; Hessian condition {fit.condition:.2g}",
+    ]
+    if fit.at_bound:
+        lines.append(f"On a bound, not determined by the runs: {', '.join(fit.at_bound)}")
+    return "\n".join(lines) + "\n\n" + _residuals(fit) + "\n"
 
 
 def phi_line(analysis: Analysis) -> str:
@@ -91,7 +111,7 @@ def _law(analysis: Analysis) -> str:
     return "## Fits (E, RMSE in nats)\n\n" + table(header, rows)
 
 
-def _residuals(fit: JointFit) -> str:
+def _residuals(fit: Fit) -> str:
     rows = [
         [f"{row.r}", f"{row.n_runs}", f"{row.mean:+.4f}", f"{row.max_abs:.4f}", f"{row.rmse:.4f}"]
         for row in fit.residuals

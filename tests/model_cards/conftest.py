@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 import scaling
+from scaling.analysis import as_json
 from scaling.laws import JointLaw
 from scaling.outputs import write_json
 from scaling.runs import write_table
@@ -105,7 +106,8 @@ def _fitted(trained, tmp_path_factory) -> Path:
                 )
     table = pd.DataFrame(rows).replace({"run_id": {"x1-r2-d96": own["run_id"]}})
     write_table(table, folder / "runs.csv")
-    write_json(folder / "fit.json", scaling.analyse(scaling.read_table(folder / "runs.csv")))
+    analysis = scaling.analyse(scaling.read_table(folder / "runs.csv"))
+    write_json(folder / "fit.json", as_json(analysis))
     return folder
 
 

@@ -157,6 +157,19 @@ def test_the_spread_between_r_is_the_sd_of_the_best_losses(grid):
     assert found == pytest.approx(np.sqrt(np.mean(variances)), rel=1e-12)
 
 
+def test_missing_values_that_leave_no_split_are_a_reason(grid):
+    """The regression needs two r at every width; whole, the table has them."""
+    assert axis_fit(grid, "loss/math", split="regression", **QUICK).phi is not None
+    alone = (grid["hidden_size"] == 96) & (grid["recurrences"] > 1)
+    grid.loc[alone, "loss/math"] = np.nan
+    found = axis_fit(grid, "loss/math", split="regression", **QUICK)
+    assert found.phi is None and len(found.missing) == alone.sum()
+    assert "no split over the runs with a value" in found.reason
+    assert "width 96 has runs of a single" in found.reason
+    with pytest.raises(ValueError, match="n_injection is missing"):
+        axis_fit(grid.drop(columns="n_injection").fillna(2.0), "loss/math", split="once")
+
+
 def test_a_bad_value_or_an_unknown_axis_is_an_error(grid):
     with pytest.raises(ValueError, match=r"column loss/maths is missing .*loss/math, loss/noise"):
         axis_fit(grid, "loss/maths")

@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
+
+import scaling
 
 ROOT = Path(__file__).parents[2]
 
@@ -124,3 +128,96 @@ def test_scaling_imports_neither_torch_nor_the_other_packages():
     )
     done = run("-c", code)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_compare_writes_the_promised_keys(tmp_path, paper_path):
+    frame = scaling.read_table(paper_path)
+    looped = frame[frame["recurrences"] > 1]
+    scaling.write_table(looped, tmp_path / "variant.csv")
+    done = run(
+        "-m", "scaling", "compare", paper_path, tmp_path / "variant.csv",
+        "--split", "regression", "--json", tmp_path / "delta.json",
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    value = json.loads((tmp_path / "delta.json").read_text(encoding="utf-8"))
+    assert list(value)[:6] == [
+        "delta_phi", "delta_phi_ci", "phi_baseline", "phi_variant", "p_positive", "verdict",
+    ]  # fmt: skip
+    assert abs(value["delta_phi"]) < 1e-9  # the same runs, r = 1 reused
+    assert value["verdict"].startswith("Cannot tell")
+
+
+def test_chinchilla_ignores_the_recurrences(tmp_path, known_law, make_grid):
+    """On noise-free losses of an unlooped law the fit is that law, whatever r the table names."""
+    frame = make_grid(known_law, rs=(1, 2))
+    n = frame["n_once"] + frame["n_rec"]
+    frame["val_loss"] = 1.6 + 30.0 * n**-0.2 + 900.0 * frame["tokens"] ** -0.37
+    scaling.write_table(frame, tmp_path / "runs.csv")
+    done = run(
+        "-m", "scaling", "fit", tmp_path / "runs.csv", "--law", "chinchilla",
+        "--json", tmp_path / "fit.json", "--delta", "1e-2",
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    value = json.loads((tmp_path / "fit.json").read_text(encoding="utf-8"))
+    found = [value[name] for name in ("E", "A", "alpha", "B", "beta")]
+    assert found == pytest.approx([1.6, 30.0, 0.2, 900.0, 0.37], rel=1e-4)  # flat minimum
+    assert {"objective", "n_at_best", "condition", "at_bound"} <= set(value)
+    assert value["delta"] == 1e-2
+
+
+def test_a_noisy_axis_gives_null_with_the_reason_and_status_0(tmp_path, known_law, make_grid):
+    frame = make_grid(known_law, noise=0.01)
+    noise = np.random.default_rng(3).normal(size=len(frame))
+    frame["loss/noise"] = 2.0 + 0.3 * np.abs(noise)
+    scaling.write_table(frame, tmp_path / "runs.csv")
+    done = run(
+        "-m", "scaling", "fit", tmp_path / "runs.csv", "--loss", "loss/noise",
+        "--json", tmp_path / "fit.json",
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    value = json.loads((tmp_path / "fit.json").read_text(encoding="utf-8"))
+    assert value["phi"] is None and value["reason"]
+    assert value["reason"].split(";")[0][:20] in done.stdout.replace("\n  ", " ")
+
+
+def test_report_refuses_an_unknown_format_before_any_work(tmp_path, paper_path):
+    done = run("-m", "scaling", "report", paper_path, "--out", tmp_path / "report.pdf")
+    assert done.returncode == 2 and "report.pdf" in done.stderr and ".html" in done.stderr
+
+
+def test_figures_come_as_svg(tmp_path, paper_path):
+    done = run(
+        "-m", "scaling", "fit", paper_path, "--plots", tmp_path, "--plot-format", "svg"
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for name in ("isoflops", "frontier", "predicted"):
+        assert "<svg" in (tmp_path / f"{name}.svg").read_text(encoding="utf-8")
+
+
+def test_saturation_recovers_a_known_curve(tmp_path):
+    T = np.array([1, 2, 4, 8, 12])
+    rows = [
+        {"run_id": f"run{k}", "recurrences": 4, "test_recurrences": t,
+         "val_loss": 2.5 + 0.1 * k + 1.2 * np.exp(-2.0 * t / 4)}
+        for k in range(3) for t in T
+    ]  # fmt: skip
+    pd.DataFrame(rows).to_csv(tmp_path / "points.csv", index=False)
+    done = run(
+        "-m", "scaling", "saturation", tmp_path / "points.csv", "--json", tmp_path / "s.json"
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    value = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
+    assert (value["Z"], value["z"]) == pytest.approx((1.2, 2.0), rel=1e-5)
+
+
+def test_design_says_what_a_grid_costs(tmp_path):
+    done = run(
+        "-m", "scaling", "design", "--budgets", "1e18", "4e18", "1.6e19", "6.4e19",
+        "--recurrences", "1", "2", "4", "--sets", "20", "--target", "0.5",
+        "--minimise", "runs", "--json", tmp_path / "design.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    value = json.loads((tmp_path / "design.json").read_text(encoding="utf-8"))
+    flops = 3 * 5 * (1e18 + 4e18 + 1.6e19 + 6.4e19)  # five widths a budget, each with three r
+    assert f"{flops:.3g}" in done.stdout
+    assert value

@@ -1,0 +1,141 @@
+"""What each command of `python -m scaling` does with its options."""
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+
+from . import analysis, axes_report, full_report
+from . import compare as comparisons
+from .axes import PREFIX, axis_fit, with_value
+from .compare import compare
+from .compare_report import render as render_compare
+from .fit import fit_chinchilla
+from .html import render_html
+from .outputs import write_json, write_plots, write_text
+from .pairing import variant_table
+from .readiness import check_table
+from .record import plain
+from .report import render, render_chinchilla
+from .runs import collect_runs, prepare, read_raw, read_table
+from .saturation import fit_saturation, render_saturation
+from .table import RunTable
+
+REPORTS = (".html", ".md", ".txt", ".json")
+
+
+def fit(options: argparse.Namespace) -> int:
+    """Fit one law to one column and print the report."""
+    frame = _read(options.table, options, options.drop, options.variant)
+    if options.law == "chinchilla":
+        return _fit_chinchilla(frame, options)
+    parts, value = [], {}
+    if options.loss.startswith(PREFIX):
+        axis = axis_fit(
+            frame, options.loss, split=options.split, delta=options.delta, seed=options.seed
+        )
+        parts.append(axes_report.render_axes([axis]) + "\n")
+        value = axes_report.as_json(axis)
+        if axis.phi is None:
+            return _told(options, parts, value)
+        frame, _ = with_value(frame, options.loss)
+    table = RunTable.of(frame, split=options.split, loss=options.loss)
+    found = analysis.analyse(table, delta=options.delta, seed=options.seed)
+    if options.plots:
+        write_plots(options.plots, found, form=options.plot_format)
+    return _told(options, [render(found), *parts], {**value, **analysis.as_json(found)})
+
+
+def _fit_chinchilla(frame: pd.DataFrame, options: argparse.Namespace) -> int:
+    if options.plots:
+        raise ValueError("--plots shows the joint law. Leave it out, or take --law joint.")
+    found = fit_chinchilla(
+        RunTable.of(frame, split=options.split, loss=options.loss), delta=options.delta
+    )
+    value = plain(found)
+    value.pop("runs")
+    return _told(options, [render_chinchilla(found)], {**value.pop("law"), **value})
+
+
+def _told(options: argparse.Namespace, parts: list[str], value: dict[str, object]) -> int:
+    """Print the report and write what the options ask for."""
+    text = "\n".join(parts)
+    print(text, end="")
+    if options.report:
+        write_text(options.report, text)
+    if options.json:
+        write_json(options.json, value)
+    return 0
+
+
+def report(options: argparse.Namespace) -> int:
+    """Write everything about a table, and about a variant beside it, in the formats asked for."""
+    for path in options.out:
+        if Path(path).suffix.lower() not in REPORTS:
+            raise ValueError(
+                f"--out is {path}, but its extension must be one of {', '.join(REPORTS)}. Figures "
+                "go to --plots DIR."
+            )
+    frame = _read(options.table, options, options.drop, options.variant)
+    variant = None
+    if options.compare:
+        variant = _read(options.compare, options, (), options.compare_variant)
+    found = full_report.full_report(
+        frame,
+        split=options.split,
+        loss=options.loss,
+        delta=options.delta,
+        seed=options.seed,
+        variant=variant,
+    )
+    text = full_report.render_full(found)
+    for path in options.out:
+        suffix = Path(path).suffix.lower()
+        if suffix == ".json":
+            write_json(path, full_report.as_json(found))
+        elif suffix == ".html":
+            write_text(path, render_html(found.analysis, text, found.comparison))
+        else:
+            write_text(path, text)
+        print(f"wrote {path}")
+    if options.plots:
+        for path in write_plots(options.plots, found.analysis, form=options.plot_format):
+            print(f"wrote {path}")
+    return 0
+
+
+def compare_tables(options: argparse.Namespace) -> int:
+    """Compare a variant with its baseline and print Δφ and what it means."""
+    frame = _read(options.table, options, options.drop, options.variant)
+    baseline = RunTable.of(frame, split=options.split, loss=options.loss)
+    other = _read(options.other, options, options.drop_other, options.other_variant)
+    found = compare(baseline, variant_table(other, baseline), seed=options.seed)
+    return _told(options, [render_compare(found)], comparisons.as_json(found))
+
+
+def saturation(options: argparse.Namespace) -> int:
+    """Fit the saturating test-time law and print it."""
+    frame = prepare(read_raw(Path(options.table)), loss_unit=options.loss_unit)
+    found = fit_saturation(frame, loss=options.loss, mu=options.mu, delta=options.delta)
+    value = plain(found)
+    value.pop("points")
+    return _told(options, [render_saturation(found) + "\n"], value)
+
+
+def check(options: argparse.Namespace) -> int:
+    """Say which fits a table is ready for."""
+    path = Path(options.table)
+    frame = collect_runs(path) if path.is_dir() else read_raw(path)
+    frame = prepare(frame, loss_unit=options.loss_unit, drop=options.drop, variant=options.variant)
+    for one in check_table(frame, loss=options.loss):
+        state = "ready  " if one.missing is None else "missing"
+        print(f"{state}  {one.name}" + (f": {one.missing}" if one.missing else ""))
+    return 0
+
+
+def _read(
+    path: str, options: argparse.Namespace, drop: list[str] | tuple[()], variant: str | None
+) -> pd.DataFrame:
+    return read_table(
+        path, loss=options.loss, loss_unit=options.loss_unit, drop=drop, variant=variant
+    )
