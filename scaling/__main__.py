@@ -5,7 +5,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import commands, plan
+from . import commands
+from .plan import add_arguments as add_design_arguments
+from .plan import run as run_design
 from .split import SPLITS
 
 
@@ -66,8 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     compare.set_defaults(run=commands.compare_tables)
 
     design = add("design", help="what interval of φ or Δφ a planned grid would give, and its cost")
-    plan.add_arguments(design)
-    design.set_defaults(run=plan.run)
+    add_design_arguments(design)
+    design.set_defaults(run=run_design)
 
     saturation = add(
         "saturation", parents=[printed], help="fit L∞ + Z·exp(−z·T/μ) to losses at test recurrences"

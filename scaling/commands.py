@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pandas as pd
 
-from . import analysis, axes_report, full_report
-from . import compare as comparisons
+from . import analysis, axes_report
 from .axes import PREFIX, axis_fit, with_value
+from .compare import as_json as compare_json
 from .compare import compare
 from .compare_report import render as render_compare
 from .fit import fit_chinchilla
+from .full_report import as_json as full_json
+from .full_report import full_report, render_full
 from .html import render_html
 from .outputs import write_json, write_plots, write_text
 from .pairing import variant_table
@@ -80,7 +82,7 @@ def report(options: argparse.Namespace) -> int:
     variant = None
     if options.compare:
         variant = _read(options.compare, options, (), options.compare_variant)
-    found = full_report.full_report(
+    found = full_report(
         frame,
         split=options.split,
         loss=options.loss,
@@ -88,11 +90,11 @@ def report(options: argparse.Namespace) -> int:
         seed=options.seed,
         variant=variant,
     )
-    text = full_report.render_full(found)
+    text = render_full(found)
     for path in options.out:
         suffix = Path(path).suffix.lower()
         if suffix == ".json":
-            write_json(path, full_report.as_json(found))
+            write_json(path, full_json(found))
         elif suffix == ".html":
             write_text(path, render_html(found.analysis, text, found.comparison))
         else:
@@ -110,7 +112,7 @@ def compare_tables(options: argparse.Namespace) -> int:
     baseline = RunTable.of(frame, split=options.split, loss=options.loss)
     other = _read(options.other, options, options.drop_other, options.other_variant)
     found = compare(baseline, variant_table(other, baseline), seed=options.seed)
-    return _told(options, [render_compare(found)], comparisons.as_json(found))
+    return _told(options, [render_compare(found)], compare_json(found))
 
 
 def saturation(options: argparse.Namespace) -> int:

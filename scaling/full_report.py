@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import pandas as pd
 
-from . import analysis as analyses
-from . import compare as comparisons
 from .analysis import Analysis, analyse
+from .analysis import as_json as analysis_json
 from .axes import AxisFit, axis_fits
 from .axes_report import axes_json, render_axes
 from .compare import Comparison, compare
+from .compare import as_json as compare_json
 from .compare_report import render as render_compare
 from .criteria import LawComparison, compare_laws, render_comparison
 from .findings import Findings, findings
@@ -127,12 +127,12 @@ def render_full(report: FullReport) -> str:
 
 def as_json(report: FullReport) -> dict[str, Any]:
     """Plain JSON values: those of `analysis.as_json`, then each further part under its name."""
-    value = analyses.as_json(report.analysis)
+    value = analysis_json(report.analysis)
     for name in ("findings", "laws", "iso_parameter", "floors", "splits"):
         value[name] = _without_runs(plain(getattr(report, name)))
     value["axes"] = axes_json(report.axes)
     if report.comparison is not None:
-        value["comparison"] = comparisons.as_json(report.comparison)
+        value["comparison"] = compare_json(report.comparison)
     return {**value, "not_available": report.reasons}
 
 
