@@ -140,7 +140,7 @@ def _delta(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1e-3,
         metavar="D",
-        help="Huber threshold on the log residual (default: 1e-3)",
+        help="Huber threshold on the log residual (default: 1e-3; 0: least absolute deviations)",
     )
 
 

@@ -132,13 +132,6 @@ def residuals(design: Design, theta: FloatArray) -> tuple[FloatArray, FloatArray
     return at.residual[0], at.g[0].T
 
 
-def lagrangian(design: Design, theta: FloatArray, psi: FloatArray) -> FloatArray:
-    """Σ_i ψ_i·∇²ρ_i at one θ [6] for multipliers ψ [n]. [6, 6]."""
-    at = _predict(design, theta[None])
-    outer = (at.g[0] * psi) @ at.g[0].T
-    return np.asarray(_curvature(design, psi[None], at, theta[None, 3:4])[0] - outer, dtype=float)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Prediction:
     """ρ [R, n], ∇ρ [R, 6, n], and log N_eff, its slope in φ and the share q.

@@ -35,7 +35,7 @@ def render_chinchilla(fit: ChinchillaFit) -> str:
         "",
         f"Table:  {fit.source}, column {fit.loss} in nats per token",
         f"Runs:   {fit.n_runs} finished, left out: {left_out}",
-        f"Fit:    Huber({fit.delta:g}) on log loss, objective {fit.objective:.10e}, reached by "
+        f"Fit:    {_loss_of(fit)}, objective {fit.objective:.10e}, reached by "
         f"{fit.n_at_best} of {fit.n_starts} starts",
         f"Errors: R² {fit.r2:.4f}, RMSE {fit.rmse:.4f} nats; Hessian condition {fit.condition:.2g}",
     ]
@@ -81,9 +81,14 @@ def _headline(analysis: Analysis) -> str:
             f"Runs:   {fit.n_runs} finished, {left_out} left out"
             + (f" ({others})" if others else ""),
             wrap(f"Split:  {fit.split}: {SPLITS[fit.split]}", indent="        "),
-            f"Law:    L = E + A·(N_once + r^φ·N_rec)^−α + B·D^−β, Huber({fit.delta:g}) on log loss",
+            f"Law:    L = E + A·(N_once + r^φ·N_rec)^−α + B·D^−β, {_loss_of(fit)}",
         ]
     )
+
+
+def _loss_of(fit: Fit) -> str:
+    kind = f"Huber({fit.delta:g})" if fit.delta > 0 else "least absolute deviations"
+    return f"{kind} on log loss"
 
 
 def _law(analysis: Analysis) -> str:

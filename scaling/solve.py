@@ -10,26 +10,23 @@ Shapes: R rows solved at once (start × weights), n runs, G exponent triples.
 
 1. For fixed (α, β, φ) the law is linear in (E, A, B), and pred/L − 1 is the log residual to first
    order: weighted least squares gives amplitudes close to the optimum (`project`).
-2. Far from the optimum Newton takes the majoriser Jᵀ·diag(w·min(1, δ/|ρ|))·J, near it the exact
-   Hessian; a Levenberg term on the diagonal is adapted row by row, parameters on a bound are held
-   (`newton`).
+2. Damped Newton takes all starts down at once (`newton`).
 """
 
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .identify import refuse_unidentifiable
 from .laws import FloatArray, JointLaw
-from .objective import NAMES, Derivatives, Design, evaluate
+from .newton import FIRST_DELTA, least_absolute, newton
+from .objective import NAMES, Design, evaluate
 
 RANDOM_STARTS = 500
 GRID_STARTS = 12
 _EXPONENTS = (1e-3, 3.0)  # α and β
 _PHI = (-3.0, 3.0)  # the paper's start box
 _ZERO_E = 1e-4  # E below this share of the smallest loss counts as zero
-_MAX_STEPS = 150  # most starts need 30 to 70; the rest crawl along a bound, far from the best
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +58,14 @@ def solve(
 ) -> Solution:
     """Minimise f over all parameters, or over all but φ when `phi` is given.
 
-    `weights` [n] multiply the runs' terms (default 1). Raises ValueError when the design cannot
-    identify the parameters. Source: Schwethelm et al. 2026, eq. 4 and appendix (Huber δ = 1e-3,
+    `weights` [n] multiply the runs' terms (default 1). `delta` = 0 takes Σ w·|ρ|. Raises ValueError
+    when the design cannot identify the parameters. Source: Schwethelm et al. 2026, eq. 4 and appendix (Huber δ = 1e-3,
     best of 500 restarts).
     """
-    if not delta > 0:
+    if not 0 <= delta < np.inf:
         raise ValueError(
-            f"delta is {delta}, but the Huber threshold must be positive; the paper's is 1e-3."
+            f"delta is {delta}, but the Huber threshold must be a positive number (the paper's is 1e-3), or 0 for "
+            "least absolute deviations."
         )
     refuse_unidentifiable(design, phi, where)
     w = np.ones((1, design.n)) if weights is None else np.asarray(weights, dtype=float)[None]
@@ -78,13 +76,18 @@ def solve(
             grid_starts(design, w, phi, GRID_STARTS)[0],
         ]
     )
-    theta, f = newton(
-        design, starts, np.broadcast_to(w, (len(starts), design.n)), lower, upper, delta
-    )
+    everywhere = np.broadcast_to(w, (len(starts), design.n))
+    theta, f = newton(design, starts, everywhere, lower, upper, delta or FIRST_DELTA)
+    if delta == 0:
+        _, met, place = np.unique(  # starts that met go on as one
+            np.round(np.log(f + 1e-300), 9), return_index=True, return_inverse=True
+        )
+        theta, f = least_absolute(design, theta[met], everywhere[met], lower, upper)
+        theta, f = theta[place], f[place]
     best = int(np.argmin(f))
-    scale = float(w.sum())
+    scale = float(w.sum()) * (delta or 1.0)
     free = lower < upper
-    hessian = evaluate(design, theta[best : best + 1], w, delta, np.ones(1, dtype=bool)).hessian[0]
+    hessian = _curvature(design, theta[best], w, delta)
     on_bound = free & ((theta[best] <= lower) | (theta[best] >= upper))
     on_bound[2] |= theta[best, 2] < design.log_loss.min() + np.log(_ZERO_E)
     inside = free & ~on_bound
@@ -92,10 +95,16 @@ def solve(
         law=to_law(design, theta[best]),
         objective=float(f[best]),
         n_starts=len(starts),
-        n_at_best=int(np.sum(f <= f[best] * (1 + 1e-9) + 1e-16 * scale)),
+        n_at_best=int(np.sum(f <= f[best] * (1 + 1e-9) + 1e-13 * scale)),
         condition=float(np.linalg.cond(hessian[np.ix_(inside, inside)])),
         at_bound=tuple(name for name, hit in zip(NAMES, on_bound, strict=True) if hit),
     )
+
+
+def _curvature(design: Design, theta: FloatArray, weights: FloatArray, delta: float) -> FloatArray:
+    """Hessian of f at one θ [6]; for delta = 0 Gauss and Newton's of the squared residuals. [6, 6]."""
+    exact = np.full(1, delta > 0)
+    return evaluate(design, theta[None], weights, delta or 1e3, exact).hessian[0]
 
 
 def solve_resamples(
@@ -116,14 +125,10 @@ def solve_resamples(
     warm = np.broadcast_to(from_law(design, start), (rows, 1, len(NAMES)))
     starts = np.concatenate([grid_starts(design, weights, phi, 2), warm], axis=1)  # [R, 3, 6]
     tries = starts.shape[1]
-    theta, f = newton(
-        design,
-        starts.reshape(rows * tries, -1),
-        np.repeat(weights, tries, axis=0),
-        lower,
-        upper,
-        delta,
-    )
+    theta, each = starts.reshape(rows * tries, -1), np.repeat(weights, tries, axis=0)
+    theta, f = newton(design, theta, each, lower, upper, delta or FIRST_DELTA)
+    if delta == 0:
+        theta, f = least_absolute(design, theta, each, lower, upper)
     best = np.argmin(f.reshape(rows, tries), axis=1) + tries * np.arange(rows)
     return theta[best], f[best]
 
@@ -228,75 +233,3 @@ def _random_starts(
     alpha, beta = generator.uniform(0.05, 1.5, (2, count))
     phis = generator.uniform(-1.0, 2.0, count) if phi is None else np.full(count, float(phi))
     return np.asarray(project(design, weights, alpha, beta, phis)[0][0], dtype=float)
-
-
-def newton(
-    design: Design,
-    theta: FloatArray,
-    weights: FloatArray,
-    lower: FloatArray,
-    upper: FloatArray,
-    delta: float,
-) -> tuple[FloatArray, FloatArray]:
-    """Damped Newton from every row of `theta` [R, 6] under its row of `weights` [R, n].
-
-    Returns θ [R, 6] and f [R].
-    """
-    theta = np.clip(theta, lower, upper)
-    final_f = np.empty(len(theta))
-    rows = np.arange(len(theta))  # rows still moving
-    now, w = theta.copy(), weights
-    exact = np.zeros(len(rows), dtype=bool)
-    damping = np.full(len(rows), 1e-2)
-    state = evaluate(design, now, w, delta, exact)
-    for _ in range(_MAX_STEPS):
-        step = _step(state, now, damping, lower, upper)
-        trial = np.clip(now + step, lower, upper)
-        gain = -np.einsum("rk,rk->r", state.gradient, trial - now)
-        done = ((gain <= 1e-13 * state.f + 1e-24 * w.sum(axis=1)) & (damping <= 1e-2)) | (
-            damping > 1e12
-        )
-        if done.any():
-            theta[rows[done]], final_f[rows[done]] = now[done], state.f[done]
-            keep = ~done
-            rows, now, w, trial, gain = rows[keep], now[keep], w[keep], trial[keep], gain[keep]
-            exact, damping, state = exact[keep], damping[keep], state.rows(keep)
-            if not len(rows):
-                return theta, final_f
-        ahead = evaluate(design, trial, w, delta, exact)
-        better = ahead.f < state.f
-        small = better & (state.f - ahead.f < 0.01 * state.f)
-        # The exact Hessian may be indefinite far out: needing much damping, go back.
-        wanted = (exact | small) & ~(exact & ~better & (damping > 1.0))
-        damping = np.where(better, np.maximum(damping * 0.2, 1e-12), damping * 8)
-        now = np.where(better[:, None], trial, now)
-        state = ahead.where(better, state)
-        changed = wanted != exact
-        exact = wanted
-        if changed.any():
-            state = state.replaced(
-                changed, evaluate(design, now[changed], w[changed], delta, exact[changed])
-            )
-    theta[rows], final_f[rows] = now, state.f
-    return theta, final_f
-
-
-def _step(
-    state: Derivatives, theta: FloatArray, damping: FloatArray, lower: FloatArray, upper: FloatArray
-) -> FloatArray:
-    """Newton step −(H + λ·diag(M))⁻¹·g with the parameters on a bound held. [R, 6]."""
-    held: NDArray[np.bool_] = (
-        (lower == upper)
-        | ((theta <= lower) & (state.gradient > 0))
-        | ((theta >= upper) & (state.gradient < 0))
-    )
-    gradient = np.where(held, 0.0, state.gradient)
-    free = ~held
-    hessian = state.hessian * (free[:, :, None] & free[:, None, :])
-    largest = np.max(state.majoriser * free, axis=1, keepdims=True)
-    floor = np.maximum(largest, np.finfo(float).tiny * 1e20)
-    diagonal = damping[:, None] * np.maximum(state.majoriser, 1e-10 * floor) + 1e-15 * floor
-    diagonal = np.where(held, floor, diagonal)
-    index = np.arange(theta.shape[1])
-    hessian[:, index, index] += diagonal
-    return np.asarray(-np.linalg.solve(hessian, gradient[..., None])[..., 0], dtype=float)

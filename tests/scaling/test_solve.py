@@ -152,6 +152,7 @@ def test_a_law_without_floor_says_that_e_is_on_its_bound():
     assert solution.law.phi == pytest.approx(0.5, abs=1e-4)
 
 
-def test_a_threshold_of_zero_is_refused(design):
-    with pytest.raises(ValueError, match="delta is 0"):
-        solve(design, delta=0.0)
+@pytest.mark.parametrize("delta", [-1e-3, float("nan"), float("inf")])
+def test_a_threshold_that_is_none_is_refused(design, delta):
+    with pytest.raises(ValueError, match=f"delta is {delta}.*1e-3.*least absolute"):
+        solve(design, delta=delta)
