@@ -23,6 +23,7 @@ from .outputs import write_outputs
 from .pairing import variant_table
 from .per_architecture import FloorComparison, fit_floors
 from .planned import Plan, plan
+from .profile import PhiProfile, profile_phi
 from .runs import collect_runs, read_table, write_table
 from .saturation import SaturationFit, fit_saturation
 from .sensitivity import SplitSensitivity, split_sensitivity
@@ -48,6 +49,7 @@ __all__ = [
     "LawComparison",
     "Noise",
     "PhiInterval",
+    "PhiProfile",
     "Plan",
     "RunTable",
     "SaturationFit",
@@ -72,6 +74,7 @@ __all__ = [
     "optimum",
     "plan",
     "planned_runs",
+    "profile_phi",
     "read_table",
     "simulate",
     "split_parameters",

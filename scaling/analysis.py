@@ -1,6 +1,6 @@
 """Everything the report says about one table.
 
-Free and restricted fits, interval, minima, frontier, seeds, warnings.
+Free and restricted fits, intervals, minima, frontier, seeds, warnings.
 
 Symbols follow Schwethelm et al. 2026 (arXiv:2604.21106).
 """
@@ -15,6 +15,7 @@ from .bootstrap import RESAMPLES, PhiInterval, bootstrap
 from .fit import JointFit, fit_joint
 from .frontier import Architecture, architectures, frontier
 from .isoflops import IsoFlopsMinimum, isoflops_minima
+from .profile import PhiProfile, profile_phi
 from .record import plain
 from .seeds import Gap, SeedSpread, gaps_between_r, seed_spread
 from .split import SPLITS
@@ -35,6 +36,7 @@ class Analysis:
 
     fit: JointFit
     interval: PhiInterval
+    profile: PhiProfile
     restricted: dict[int, JointFit]
     minima: tuple[IsoFlopsMinimum, ...]
     architectures: tuple[Architecture, ...]
@@ -81,6 +83,7 @@ def analyse(
     return Analysis(
         fit=fit,
         interval=interval,
+        profile=profile_phi(fit),
         restricted=restricted,
         minima=isoflops_minima(fit.runs),
         architectures=found,
@@ -125,10 +128,6 @@ def _fit_warnings(fit: JointFit) -> list[str]:
         out.append(
             f"only {fit.n_at_best} of {fit.n_starts} starts reached the best objective: it may not "
             "be the lowest."
-        )
-    if "budget_flops" in fit.runs and fit.runs["budget_flops"].nunique() == 1:
-        out.append(
-            "all runs share one compute budget: β, E and φ lean on the law's form, not on the data."
         )
     if not 0 <= fit.law.phi <= 1:
         meaning = (
@@ -206,6 +205,7 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
     value = {
         **_numbers(fit),
         "phi_ci": list(analysis.phi_ci) if analysis.phi_ci else None,
+        "profile": asdict(analysis.profile),
         "split": fit.split,
         "split_meaning": SPLITS[fit.split],
         "loss": fit.loss,

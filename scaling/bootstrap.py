@@ -104,22 +104,18 @@ def draw_cells(
 ) -> tuple[FloatArray, int]:
     """Count how often each run enters each resample, [resamples, n], and the draws thrown away.
 
-    A draw is thrown away when it has a single r, a single budget while the table has more, or
-    fewer than six different runs. Fewer rows than asked for come back when that happens to
-    nearly all draws.
+    A draw is thrown away when it has a single r, a single budget, or fewer than six different
+    runs. Fewer rows than asked for come back when that happens to nearly all draws.
     """
     generator = np.random.default_rng(seed)
     cells = len(membership)
     budget, r = runs["budget_flops"].to_numpy(), runs["r"].to_numpy()
-    budgets_needed = min(2, len(np.unique(budget)))
     kept: list[FloatArray] = []
     redrawn = 0
     for _ in range(_TRIES * resamples):
         weights = np.bincount(generator.integers(cells, size=cells), minlength=cells) @ membership
         present = weights > 0
-        enough = (
-            len(np.unique(r[present])) >= 2 and len(np.unique(budget[present])) >= budgets_needed
-        )
+        enough = len(np.unique(r[present])) >= 2 and len(np.unique(budget[present])) >= 2
         if enough and _points(runs[present]) >= 6:
             kept.append(weights)
             if len(kept) == resamples:

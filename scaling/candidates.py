@@ -18,7 +18,7 @@ from .laws import FloatArray, JointLaw
 from .objective import Design
 from .per_architecture import floors_problem, solve_floors
 from .solve import RANDOM_STARTS, from_law, solve, solve_resamples
-from .table import RunTable
+from .table import RunTable, budgets_of
 
 FREE, ZERO, ONE = "joint, φ free", "joint, φ = 0", "joint, φ = 1"
 ISO, CHINCHILLA = "iso-parameter, r·N", "Chinchilla, own N"
@@ -71,7 +71,14 @@ def candidates(
 def _as_unlooped(table: RunTable, n: FloatArray) -> Design:
     """Take the runs as unlooped models of n parameters."""
     tokens, loss = (table.runs[name].to_numpy(dtype=float) for name in ("tokens", "loss"))
-    return Design.of(n_once=n, n_rec=0 * n, r=np.ones_like(n), tokens=tokens, loss=loss)
+    return Design.of(
+        n_once=n,
+        n_rec=0 * n,
+        r=np.ones_like(n),
+        tokens=tokens,
+        loss=loss,
+        budget=budgets_of(table.runs),
+    )
 
 
 def _special(
@@ -96,7 +103,7 @@ def _special(
 
 
 def _part(design: Design, kept: NDArray[np.bool_]) -> Design:
-    names = ("once", "rec", "log_r", "log_d", "log_loss")
+    names = ("once", "rec", "log_r", "log_d", "log_loss", "log_c")
     return replace(design, **{name: getattr(design, name)[kept] for name in names})
 
 

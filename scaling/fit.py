@@ -14,7 +14,7 @@ from .laws import Chinchilla, FloatArray, JointLaw
 from .objective import Design
 from .record import Record
 from .solve import RANDOM_STARTS, Solution, solve
-from .table import RunTable, as_table, design_of
+from .table import RunTable, as_table, budgets_of, design_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,9 @@ class Fit(Record):
 
     n_left_out: other runs by status. r2, rmse: in nats on loss. objective: sum of Huber terms of
     the log residuals (delta = 0: of their sizes). n_at_best: starts that reached the optimum.
-    condition: of the Hessian over the free parameters. at_bound: names of parameters that stopped
-    on a bound. runs: the table's runs (`table.RunTable.runs`) with predicted and residual.
+    condition: of the Hessian over the free parameters (delta = 0: of the squared residuals').
+    at_bound: names of parameters that stopped on a bound. runs: the table's runs
+    (`table.RunTable.runs`) with predicted and residual.
     """
 
     split: str
@@ -127,6 +128,7 @@ def fit_chinchilla(
         r=np.ones_like(n),
         tokens=d,
         loss=table.runs["loss"].to_numpy(dtype=float),
+        budget=budgets_of(table.runs),
     )
     solution = solve(design, phi=0.0, delta=delta, n_starts=n_starts, where=table.source)
     found = solution.law

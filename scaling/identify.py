@@ -8,6 +8,8 @@ import numpy as np
 from .laws import FloatArray
 from .objective import Design, evaluate
 
+_ONE_BUDGET = 0.01  # of log C: tokens are rounded to steps
+
 
 def refuse_unidentifiable(design: Design, phi: float | None, where: str = "the run table") -> None:
     """Raise ValueError when no losses at these (N, r, D) could determine the parameters.
@@ -15,7 +17,7 @@ def refuse_unidentifiable(design: Design, phi: float | None, where: str = "the r
     φ is free when `phi` is None. E + A·N^−α alone needs three different N, B·D^−β three
     different D, φ two different r, and all of them together as many different runs as there are
     parameters. D must not be one multiple of N throughout: then the two terms cannot be told
-    apart.
+    apart. Nor must all runs share one compute budget: then D follows from the width.
     """
     parameters = 6 if phi is None else 5
     if len(_distinct(design.log_loss)) < 2:
@@ -55,6 +57,12 @@ def refuse_unidentifiable(design: Design, phi: float | None, where: str = "the r
             f"{where}: every run has the same tokens per parameter (D/N), so that the terms A·N^−α "
             "and B·D^−β cannot be "
             "told apart. Add runs with more or fewer tokens at the same width."
+        )
+    if np.ptp(design.log_c) < _ONE_BUDGET:
+        raise ValueError(
+            f"{where}: all runs share one compute budget, {np.exp(design.log_c.mean()):.3g} FLOPs, on which the "
+            "tokens follow from the width: β, and with it E and φ, would rest on the law's form alone. "
+            "Add runs at a second budget."
         )
     if _rank(design, phi) < parameters:
         raise ValueError(

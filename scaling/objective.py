@@ -21,8 +21,8 @@ NAMES = ("A", "B", "E", "alpha", "beta", "phi")
 class Design:
     """Runs as the solver sees them, all arrays [n]; build it with `Design.of`.
 
-    once, rec: N_once and N_rec divided by exp(mean_log_n); log_r, log_d, log_loss natural logs,
-    log_d centred.
+    once, rec: N_once and N_rec divided by exp(mean_log_n); log_r, log_d, log_loss, log_c natural
+    logs, log_d centred. log_c: training compute, which no law reads but `identify` does.
     """
 
     once: FloatArray
@@ -30,6 +30,7 @@ class Design:
     log_r: FloatArray
     log_d: FloatArray
     log_loss: FloatArray
+    log_c: FloatArray
     mean_log_n: float
     mean_log_d: float
 
@@ -42,14 +43,16 @@ class Design:
         r: FloatArray,
         tokens: FloatArray,
         loss: FloatArray,
+        budget: FloatArray | None = None,
     ) -> "Design":
-        """Build from counts and nats per token.
+        """Build from counts, nats per token and FLOPs (default 6·(N_once + r·N_rec)·D).
 
         All [n] and positive (one of n_once, n_rec may be 0).
         """
         n_once, n_rec = np.asarray(n_once, dtype=float), np.asarray(n_rec, dtype=float)
         log_n = np.log(n_once + n_rec)
         log_d = np.log(np.asarray(tokens, dtype=float))
+        log_c = np.log(6 * (n_once + r * n_rec)) + log_d if budget is None else np.log(budget)
         mean_n, mean_d = float(log_n.mean()), float(log_d.mean())
         return cls(
             once=n_once / np.exp(mean_n),
@@ -57,6 +60,7 @@ class Design:
             log_r=np.log(np.asarray(r, dtype=float)),
             log_d=log_d - mean_d,
             log_loss=np.log(np.asarray(loss, dtype=float)),
+            log_c=log_c,
             mean_log_n=mean_n,
             mean_log_d=mean_d,
         )

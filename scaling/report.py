@@ -7,6 +7,7 @@ import numpy as np
 
 from .analysis import Analysis
 from .fit import ChinchillaFit, Fit
+from .profile import PhiProfile
 from .split import SPLITS
 from .text import bullets, count, table, wrap
 
@@ -74,6 +75,7 @@ def _headline(analysis: Analysis) -> str:
             "# Recurrence-equivalence exponent",
             "",
             phi_line(analysis),
+            _profile(analysis.profile),
             "",
             wrap(says),
             "",
@@ -83,6 +85,17 @@ def _headline(analysis: Analysis) -> str:
             wrap(f"Split:  {fit.split}: {SPLITS[fit.split]}", indent="        "),
             f"Law:    L = E + A·(N_once + r^φ·N_rec)^−α + B·D^−β, {_loss_of(fit)}",
         ]
+    )
+
+
+def _profile(profile: PhiProfile) -> str:
+    def end(value: float | None) -> str:
+        return "open" if value is None else f"{value:.3f}"
+
+    because = f"; {profile.reason}" if profile.reason else ""
+    return (
+        f"Profile likelihood (Laplace errors, runs taken as independent): [{end(profile.low)}, "
+        f"{end(profile.high)}]{because}"
     )
 
 

@@ -146,6 +146,7 @@ def _problem(points: pd.DataFrame, ids: list[str], delta: float) -> Problem:
             log_r=np.zeros(n),
             log_d=turns - first,
             log_loss=np.log(points["loss"].to_numpy(dtype=float)),
+            log_c=np.zeros(n),
             mean_log_n=0.0,
             mean_log_d=first,
         ),

@@ -104,7 +104,8 @@ def solve(
 def _curvature(design: Design, theta: FloatArray, weights: FloatArray, delta: float) -> FloatArray:
     """Hessian of f at one θ [6]; for delta = 0 Gauss and Newton's of the squared residuals. [6, 6]."""
     exact = np.full(1, delta > 0)
-    return evaluate(design, theta[None], weights, delta or 1e3, exact).hessian[0]
+    hessian: FloatArray = evaluate(design, theta[None], weights, delta or 1e3, exact).hessian[0]
+    return hessian
 
 
 def solve_resamples(

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from .checks import refuse_bad_runs
+from .laws import FloatArray
 from .objective import Design
 from .runs import is_finished, left_out, read_table
 from .split import split_parameters
@@ -107,7 +108,14 @@ def design_of(runs: pd.DataFrame) -> Design:
         name: runs[name].to_numpy(dtype=float)
         for name in ("n_once", "n_rec", "r", "tokens", "loss")
     }
-    return Design.of(**columns)
+    return Design.of(**columns, budget=budgets_of(runs))
+
+
+def budgets_of(runs: pd.DataFrame) -> FloatArray | None:
+    """Training compute of every run, FLOPs, [n]; None where any run has none."""
+    if "budget_flops" not in runs or runs["budget_flops"].isna().any():
+        return None
+    return runs["budget_flops"].to_numpy(dtype=float)
 
 
 def as_table(data: RunTable | pd.DataFrame) -> RunTable:

@@ -63,10 +63,13 @@ def test_the_largest_budget_is_predicted_from_the_five_others(found, tables):
 
 
 def test_a_little_grid_leaves_out_what_it_cannot_say(make_grid, known_law):
-    """One budget, no FLOPs, no unlooped runs: reasons and dashes, no numbers."""
-    grid = make_grid(known_law, budgets=(4e14,), widths=(48, 64, 96, 128), rs=(2, 4), noise=0.002)
+    """Two budgets, no FLOPs, no unlooped runs: reasons and dashes, no numbers."""
+    budgets, widths = (1e14, 4e14), (48, 64, 96, 128)
+    grid = make_grid(known_law, budgets=budgets, widths=widths, rs=(2, 4), noise=0.002)
     found = findings(scaling.fit_joint(grid.drop(columns="train_flops_per_token"), n_starts=20))
-    assert found.halves == () and found.lowest is None and found.held_out is None
+    for part in (*found.halves, found.held_out):
+        assert part.fit is None and "one compute budget" in part.reason
+    assert found.lowest is None
     assert found.sizes == () and found.depths == ()
     text = {section.title: section for section in sections(found)}
     gaps, section = cells(text, "Gap to r = 1")

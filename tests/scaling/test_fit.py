@@ -127,6 +127,23 @@ def test_fewer_runs_than_parameters_are_refused(make_grid, known_law):
         scaling.fit_joint(make_grid(known_law, budgets=(1e14,), widths=(64, 96), rs=(1, 4)))
 
 
+@pytest.mark.parametrize("column", ["given", "absent", "missing for one run"])
+@pytest.mark.parametrize("fit", [scaling.fit_joint, scaling.fit_chinchilla])
+def test_one_compute_budget_is_refused(make_grid, known_law, column, fit):
+    """Without the column the budget is 6·(N_once + r·N_rec)·D; tokens rounded to steps stay one budget."""
+    widths = (48, 56, 64, 80, 96, 128)
+    grid = make_grid(known_law, budgets=(4e14,), widths=widths, rs=(1, 2, 4))
+    grid["tokens"] = (grid["tokens"] / 4096).round() * 4096
+    if column == "absent":
+        grid = grid.drop(columns="budget_flops")
+    if column == "missing for one run":
+        grid.loc[3, "budget_flops"] = np.nan
+    if fit is scaling.fit_chinchilla and column != "given":
+        grid = grid[grid["recurrences"] == 1]
+    with pytest.raises(ValueError, match=r"one compute budget, 4e\+14 FLOPs.*β.*second budget"):
+        fit(grid)
+
+
 def test_one_ratio_of_tokens_to_parameters_is_refused(make_grid, known_law):
     grid = make_grid(known_law)
     grid["tokens"] = 20 * (grid["n_once"] + grid["n_rec"])

@@ -48,7 +48,9 @@ def browser(installed, tmp_path):
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options, webdriver.ChromeService(installed[1]))
     driver.get("about:blank")
-    driver.get_log("performance")  # reading clears it: the distribution's own start page is no report
+    driver.get_log(
+        "performance"
+    )  # reading clears it: the distribution's own start page is no report
     yield driver
     driver.quit()
 
