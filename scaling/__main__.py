@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         "--drop-other", nargs="+", action="extend", default=[], metavar="RUN_ID",
         help="leave these runs of VARIANT out",
     )  # fmt: skip
+    _delta(compare)
     compare.set_defaults(run=commands.compare_tables)
 
     design = add("design", help="what interval of φ or Δφ a planned grid would give, and its cost")

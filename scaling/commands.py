@@ -111,7 +111,9 @@ def compare_tables(options: argparse.Namespace) -> int:
     frame = _read(options.table, options, options.drop, options.variant)
     baseline = RunTable.of(frame, split=options.split, loss=options.loss)
     other = _read(options.other, options, options.drop_other, options.other_variant)
-    found = compare(baseline, variant_table(other, baseline), seed=options.seed)
+    found = compare(
+        baseline, variant_table(other, baseline), delta=options.delta, seed=options.seed
+    )
     return _told(options, [render_compare(found)], compare_json(found))
 
 

@@ -6,7 +6,9 @@ the compute-optimal width and the cost of serving. Source: Schwethelm et al. 202
 section 5 and appendix H.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from .bootstrap import RESAMPLES
@@ -34,6 +36,7 @@ class Comparison(Difference):
     verdict: str
     split: str
     loss: str
+    delta: float
     source_baseline: str
     source_variant: str
     budgets: tuple[float, ...]
@@ -56,6 +59,7 @@ def compare(
     baseline: RunTable,
     variant: RunTable,
     *,
+    delta: float = 1e-3,
     resamples: int = RESAMPLES,
     seed: int = 0,
     n_starts: int = RANDOM_STARTS,
@@ -63,15 +67,17 @@ def compare(
     """Compare the worth of a recurrence in two tables of finished runs.
 
     The draws of cells are the same for both tables where their (budget, r) cells match, independent
-    otherwise. Raises ValueError for tables that cannot be compared (`pairing.pair_up`) or fitted.
+    otherwise. `delta` as in `fit.fit_joint`. Raises ValueError for tables that cannot be compared
+    (`pairing.pair_up`) or fitted.
     """
     if resamples < 2:
         raise ValueError(
             f"resamples is {resamples}, but percentiles need at least 2; the paper draws 200."
         )
     pair = pair_up(baseline, variant)
-    value, refitted = difference(pair, resamples=resamples, seed=seed, n_starts=n_starts)
-    common, why_not = _on_shared_cells(pair, resamples, seed, n_starts)
+    refit = partial(difference, delta=delta, resamples=resamples, seed=seed, n_starts=n_starts)
+    value, refitted = refit(pair)
+    common, why_not = _on_shared_cells(pair, refit)
     meaning = consequences(pair, *refitted.laws)
     first, second = refitted.fits
     return Comparison(
@@ -79,6 +85,7 @@ def compare(
         verdict=verdict(value, common, meaning, identical=pair.identical),
         split=pair.baseline.split,
         loss=pair.baseline.loss,
+        delta=delta,
         source_baseline=baseline.source,
         source_variant=variant.source,
         budgets=pair.budgets,
@@ -99,7 +106,7 @@ def compare(
 
 
 def _on_shared_cells(
-    pair: Pair, resamples: int, seed: int, n_starts: int
+    pair: Pair, refit: Callable[[Pair], tuple[Difference, Refitted]]
 ) -> tuple[Difference | None, list[str]]:
     """Δφ on the cells that both tables hold, where these are not all, or why there is none."""
     if pair.cells_match:
@@ -111,7 +118,7 @@ def _on_shared_cells(
             "r^φ alone"
         ]
     try:
-        value, _ = difference(shared, resamples=resamples, seed=seed, n_starts=n_starts)
+        value, _ = refit(shared)
     except ValueError as error:
         return None, [f"no fit on the cells that both tables hold: {error}"]
     return value, []

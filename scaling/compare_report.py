@@ -3,7 +3,7 @@
 from .compare import Comparison
 from .consequences import Effect, Estimate
 from .difference import Difference
-from .text import bullets, count, table, wrap
+from .text import bullets, count, criterion, table, wrap
 
 
 def render(comparison: Comparison) -> str:
@@ -45,6 +45,7 @@ def _headline(one: Comparison) -> str:
             f"Baseline: {one.source_baseline}, {one.n_runs_baseline} runs, r = {_r(one.r_baseline)}",
             f"Variant:  {one.source_variant}, {one.n_runs_variant} runs, r = {_r(one.r_variant)}",
             f"Budgets:  C = {budgets} FLOPs, split {one.split}, column {one.loss}",
+            f"Fits:     {criterion(one.delta)}",
             wrap(f"Draws:    {one.pairing}", indent="          "),
         ]
     )

@@ -61,12 +61,12 @@ class Refitted:
 
 
 def difference(
-    pair: Pair, *, resamples: int, seed: int, n_starts: int
+    pair: Pair, *, delta: float, resamples: int, seed: int, n_starts: int
 ) -> tuple[Difference, Refitted]:
     """Fit both tables and their resamples. Raises ValueError where a table identifies no φ."""
     fits = (
-        fit_joint(pair.baseline, n_starts=n_starts),
-        fit_joint(pair.variant, n_starts=n_starts),
+        fit_joint(pair.baseline, delta=delta, n_starts=n_starts),
+        fit_joint(pair.variant, delta=delta, n_starts=n_starts),
     )
     members = tuple(cell_membership(fit.runs) for fit in fits)
     n_cells = (len(members[0]), len(members[1]))

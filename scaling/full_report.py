@@ -87,7 +87,7 @@ def full_report(
         axes=axis_fits(frame, split=split, delta=delta, seed=seed),
         comparison=None
         if variant is None
-        else compare(baseline, variant_table(variant, baseline), seed=seed),
+        else compare(baseline, variant_table(variant, baseline), delta=delta, seed=seed),
         reasons=reasons,
     )
 

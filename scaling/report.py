@@ -9,7 +9,7 @@ from .analysis import Analysis
 from .fit import ChinchillaFit, Fit
 from .profile import PhiProfile
 from .split import SPLITS
-from .text import bullets, count, table, wrap
+from .text import bullets, count, criterion, table, wrap
 
 
 def render(analysis: Analysis) -> str:
@@ -36,7 +36,7 @@ def render_chinchilla(fit: ChinchillaFit) -> str:
         "",
         f"Table:  {fit.source}, column {fit.loss} in nats per token",
         f"Runs:   {fit.n_runs} finished, left out: {left_out}",
-        f"Fit:    {_loss_of(fit)}, objective {fit.objective:.10e}, reached by "
+        f"Fit:    {criterion(fit.delta)}, objective {fit.objective:.10e}, reached by "
         f"{fit.n_at_best} of {fit.n_starts} starts",
         f"Errors: R² {fit.r2:.4f}, RMSE {fit.rmse:.4f} nats; Hessian condition {fit.condition:.2g}",
     ]
@@ -83,7 +83,7 @@ def _headline(analysis: Analysis) -> str:
             f"Runs:   {fit.n_runs} finished, {left_out} left out"
             + (f" ({others})" if others else ""),
             wrap(f"Split:  {fit.split}: {SPLITS[fit.split]}", indent="        "),
-            f"Law:    L = E + A·(N_once + r^φ·N_rec)^−α + B·D^−β, {_loss_of(fit)}",
+            f"Law:    L = E + A·(N_once + r^φ·N_rec)^−α + B·D^−β, {criterion(fit.delta)}",
         ]
     )
 
@@ -97,11 +97,6 @@ def _profile(profile: PhiProfile) -> str:
         f"Profile likelihood (Laplace errors, runs taken as independent): [{end(profile.low)}, "
         f"{end(profile.high)}]{because}"
     )
-
-
-def _loss_of(fit: Fit) -> str:
-    kind = f"Huber({fit.delta:g})" if fit.delta > 0 else "least absolute deviations"
-    return f"{kind} on log loss"
 
 
 def _law(analysis: Analysis) -> str:

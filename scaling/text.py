@@ -30,6 +30,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], rule, *lines[1:]])
 
 
+def criterion(delta: float) -> str:
+    """Say what a fit minimises: Huber of that threshold, or its limit."""
+    kind = f"Huber({delta:g})" if delta > 0 else "least absolute deviations"
+    return f"{kind} on log loss"
+
+
 def count(value: float) -> str:
     """Shorten a parameter or token count to four digits, e.g. "67.77 M".
 

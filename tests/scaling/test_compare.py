@@ -6,8 +6,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from scaling.bootstrap import bootstrap
 from scaling.compare import Comparison, as_json, compare
 from scaling.compare_report import render
+from scaling.fit import fit_joint
 from scaling.frontier import architectures, optimum
 from scaling.laws import JointLaw
 from scaling.pairing import variant_table
@@ -67,6 +69,17 @@ def test_interval_of_noisy_runs_covers_a_clear_shift_and_excludes_zero(grid, kno
     assert 0 < low < 0.3 < high
     assert noisy.p_positive == 1.0
     assert noisy.n_resamples == 200
+
+
+@pytest.mark.parametrize("delta", [0.0, 0.02])
+def test_delta_reaches_every_fit(grid, known_law, delta):
+    tables = grid(known_law, 0.003, seed=1), grid(shifted(known_law, 0.1), 0.003, seed=2)
+    found = compared(*tables, delta=delta, resamples=20)
+    baseline, variant = (fit_joint(one, delta=delta, n_starts=STARTS).law for one in tables)
+    assert found.phi_variant - found.phi_baseline == pytest.approx(variant.phi - baseline.phi)
+    drawn = bootstrap(fit_joint(tables[0], delta=delta, n_starts=STARTS), resamples=20)
+    assert found.phi_baseline_ci == pytest.approx((drawn.low, drawn.high), abs=1e-6)
+    assert ("least absolute" if delta == 0 else "Huber(0.02)") in render(found)
 
 
 def test_cannot_tell_where_the_noise_is_larger_than_the_shift(grid, known_law):
