@@ -15,6 +15,7 @@ from .bootstrap import RESAMPLES, PhiInterval, bootstrap
 from .fit import JointFit, fit_joint
 from .frontier import Architecture, architectures, frontier
 from .isoflops import IsoFlopsMinimum, isoflops_minima
+from .looseness import loose_direction, loose_warnings
 from .profile import PhiProfile, profile_phi
 from .record import plain
 from .seeds import Gap, SeedSpread, gaps_between_r, seed_spread
@@ -139,7 +140,7 @@ def _fit_warnings(fit: JointFit) -> list[str]:
             f"φ = {fit.law.phi:.3f} lies outside [0, 1] ({meaning}): look for noise or tuning that "
             "differs between r."
         )
-    return out
+    return out + loose_warnings(fit)
 
 
 def _interval_warnings(fit: JointFit, interval: PhiInterval) -> list[str]:
@@ -218,6 +219,7 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
             for name in ("n_resamples", "n_cells", "n_redrawn", "n_at_bound", "seed", "reason")
         },
         "restricted": {f"phi={phi}": _numbers(other) for phi, other in analysis.restricted.items()},
+        "loosest_direction": asdict(loose_direction(fit)),
         "residuals": [asdict(row) for row in fit.residuals],
         "isoflops": [asdict(minimum) for minimum in analysis.minima],
         "frontier": points.to_dict("records"),

@@ -18,7 +18,7 @@ from .laws import FloatArray, JointLaw
 from .objective import Design
 from .per_architecture import floors_problem, solve_floors
 from .solve import RANDOM_STARTS, from_law, solve, solve_resamples
-from .table import RunTable, budgets_of
+from .table import RunTable, unlooped_design
 
 FREE, ZERO, ONE = "joint, φ free", "joint, φ = 0", "joint, φ = 1"
 ISO, CHINCHILLA = "iso-parameter, r·N", "Chinchilla, own N"
@@ -45,8 +45,8 @@ def candidates(
     table: RunTable, *, delta: float = 1e-3, n_starts: int = RANDOM_STARTS
 ) -> tuple[tuple[Candidate, ...], dict[str, str]]:
     """Fit every law that the table allows. Returns them, and a reason for each of the others."""
-    whole = _as_unlooped(table, counted(table))
-    own = _as_unlooped(table, table.runs["n"].to_numpy(dtype=float))
+    whole = unlooped_design(table.runs, counted(table))
+    own = unlooped_design(table.runs, table.runs["n"].to_numpy(dtype=float))
     laws: dict[str, tuple[Design, float | None]] = {
         FREE: (table.design, None),
         ZERO: (table.design, 0.0),
@@ -66,19 +66,6 @@ def candidates(
     except ValueError as error:
         reasons[FLOORS] = str(error)
     return tuple(found), reasons
-
-
-def _as_unlooped(table: RunTable, n: FloatArray) -> Design:
-    """Take the runs as unlooped models of n parameters."""
-    tokens, loss = (table.runs[name].to_numpy(dtype=float) for name in ("tokens", "loss"))
-    return Design.of(
-        n_once=n,
-        n_rec=0 * n,
-        r=np.ones_like(n),
-        tokens=tokens,
-        loss=loss,
-        budget=budgets_of(table.runs),
-    )
 
 
 def _special(

@@ -14,6 +14,7 @@ from .fit import fit_chinchilla
 from .full_report import as_json as full_json
 from .full_report import full_report, render_full
 from .html import render_html
+from .looseness import loose_direction
 from .outputs import write_json, write_plots, write_text
 from .pairing import variant_table
 from .readiness import check_table
@@ -56,6 +57,7 @@ def _fit_chinchilla(frame: pd.DataFrame, options: argparse.Namespace) -> int:
     )
     value = plain(found)
     value.pop("runs")
+    value["loosest_direction"] = plain(loose_direction(found))
     return _told(options, [render_chinchilla(found)], {**value.pop("law"), **value})
 
 

@@ -15,6 +15,7 @@ from .bootstrap import RESAMPLES
 from .consequences import Consequences, consequences
 from .difference import Difference, Refitted, difference
 from .laws import JointLaw
+from .looseness import loose_warnings
 from .observed import Observed, observed
 from .pairing import Pair, cells, pair_up
 from .record import plain
@@ -132,6 +133,7 @@ def _warnings(value: Difference, refitted: Refitted) -> list[str]:
                 f"{', '.join(fit.at_bound)} of the {name} stopped on a bound of the search: its runs do "
                 "not determine it"
             )
+        out += [f"{name}: {text.rstrip('.')}" for text in loose_warnings(fit)]
         looped = [row.r for row in fit.residuals if row.r > 1]
         if len(looped) == 1:
             out.append(

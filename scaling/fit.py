@@ -14,7 +14,7 @@ from .laws import Chinchilla, FloatArray, JointLaw
 from .objective import Design
 from .record import Record
 from .solve import RANDOM_STARTS, Solution, solve
-from .table import RunTable, as_table, budgets_of, design_of
+from .table import RunTable, as_table, design_of, unlooped_design
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +90,11 @@ class ChinchillaFit(Fit):
 
     law: Chinchilla
 
+    @property
+    def design(self) -> Design:
+        """The fitted runs as the solver sees them."""
+        return unlooped_design(self.runs, self.runs["n"].to_numpy(dtype=float))
+
 
 def fit_joint(
     data: RunTable | pd.DataFrame,
@@ -122,14 +127,7 @@ def fit_chinchilla(
     """
     table = as_table(data)
     n, d = table.runs["n"].to_numpy(dtype=float), table.runs["tokens"].to_numpy(dtype=float)
-    design = Design.of(
-        n_once=n,
-        n_rec=np.zeros_like(n),
-        r=np.ones_like(n),
-        tokens=d,
-        loss=table.runs["loss"].to_numpy(dtype=float),
-        budget=budgets_of(table.runs),
-    )
+    design = unlooped_design(table.runs, n)
     solution = solve(design, phi=0.0, delta=delta, n_starts=n_starts, where=table.source)
     found = solution.law
     law = Chinchilla(E=found.E, A=found.A, alpha=found.alpha, B=found.B, beta=found.beta)

@@ -7,6 +7,7 @@ import numpy as np
 
 from .analysis import Analysis
 from .fit import ChinchillaFit, Fit
+from .looseness import loose_warnings
 from .profile import PhiProfile
 from .split import SPLITS
 from .text import bullets, count, criterion, table, wrap
@@ -42,7 +43,10 @@ def render_chinchilla(fit: ChinchillaFit) -> str:
     ]
     if fit.at_bound:
         lines.append(f"On a bound, not determined by the runs: {', '.join(fit.at_bound)}")
-    return "\n".join(lines) + "\n\n" + _residuals(fit) + "\n"
+    parts = ["\n".join(lines), _residuals(fit)]
+    if warnings := loose_warnings(fit):
+        parts.append("## Warnings\n\n" + bullets(warnings))
+    return "\n\n".join(parts) + "\n"
 
 
 def phi_line(analysis: Analysis) -> str:

@@ -108,10 +108,23 @@ def design_of(runs: pd.DataFrame) -> Design:
         name: runs[name].to_numpy(dtype=float)
         for name in ("n_once", "n_rec", "r", "tokens", "loss")
     }
-    return Design.of(**columns, budget=budgets_of(runs))
+    return Design.of(**columns, budget=_budgets(runs))
 
 
-def budgets_of(runs: pd.DataFrame) -> FloatArray | None:
+def unlooped_design(runs: pd.DataFrame, n: FloatArray) -> Design:
+    """Turn a table of runs into the solver's view of unlooped models of n parameters, [n]."""
+    tokens, loss = (runs[name].to_numpy(dtype=float) for name in ("tokens", "loss"))
+    return Design.of(
+        n_once=n,
+        n_rec=np.zeros_like(n),
+        r=np.ones_like(n),
+        tokens=tokens,
+        loss=loss,
+        budget=_budgets(runs),
+    )
+
+
+def _budgets(runs: pd.DataFrame) -> FloatArray | None:
     """Training compute of every run, FLOPs, [n]; None where any run has none."""
     if "budget_flops" not in runs or runs["budget_flops"].isna().any():
         return None
