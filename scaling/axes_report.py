@@ -8,7 +8,7 @@ from typing import Any
 
 from .axes import AxisFit, SeedMean, Thresholds
 from .record import plain
-from .text import NONE, bullets, table, wrap
+from .text import NONE, bullets, markdown_table, wrap
 
 NOISY = "too noisy"
 _NAMED = 8  # runs left out that are listed by name
@@ -19,7 +19,7 @@ def render_axes(fits: Sequence[AxisFit]) -> str:
     if not fits:
         return "The table has no loss/… columns."
     parts = [
-        table(
+        markdown_table(
             (
                 "axis",
                 "φ",
@@ -109,7 +109,7 @@ def _over_seeds(fits: Sequence[AxisFit]) -> str:
             for cell in found
         ]
         rows.append((axis, *shown))
-    text = table(("axis", *(f"r = {r}" for r in rs)), rows)
+    text = markdown_table(("axis", *(f"r = {r}" for r in rs)), rows)
     title = (
         f"Loss at C = {budget:g} FLOPs, mean ± sd over seeds (their number), nats per token; each r "
         "at its best width of those with several seeds:"

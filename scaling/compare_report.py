@@ -3,7 +3,7 @@
 from .compare import Comparison
 from .consequences import Effect, Estimate
 from .difference import Difference
-from .text import bullets, count, criterion, table, wrap
+from .text import NONE, bullets, count, criterion, markdown_table, wrap
 
 
 def render(comparison: Comparison) -> str:
@@ -60,7 +60,7 @@ def _fits(one: Comparison) -> str:
         [
             name,
             f"{law.phi:.4f}",
-            "–" if interval is None else f"[{interval[0]:.3f}, {interval[1]:.3f}]",
+            NONE if interval is None else f"[{interval[0]:.3f}, {interval[1]:.3f}]",
             f"{law.alpha:.4f}",
             f"{law.beta:.4f}",
             f"{law.E:.4f}",
@@ -72,7 +72,7 @@ def _fits(one: Comparison) -> str:
         )
     ]
     text = "## Fits on the shared budgets\n\n"
-    text += table(["table", "φ", "95 % interval", "α", "β", "E", "R²"], rows)
+    text += markdown_table(["table", "φ", "95 % interval", "α", "β", "E", "R²"], rows)
     if one.shared_cells is not None:
         text += "\n\n" + wrap(
             f"On the (budget, r) cells that both tables hold: φ {one.shared_cells.phi_baseline:.4f} → "
@@ -95,7 +95,7 @@ def _observed(one: Comparison) -> str:
         for row in one.observed
     ]
     header = ["r", "settings", "variant lower", "mean change of loss, nats", "median tokens ratio"]
-    return "## Runs at equal budget, r and width (no law)\n\n" + table(header, rows)
+    return "## Runs at equal budget, r and width (no law)\n\n" + markdown_table(header, rows)
 
 
 def _capacity(one: Comparison) -> str:
@@ -114,7 +114,7 @@ def _capacity(one: Comparison) -> str:
         for row in one.meaning.capacity
     ]
     header = ["r", "depth", "width", "block counts as", "own parameters", "N_eff", "N_eff ratio"]
-    return "## Capacity: parameters of the unlooped equal\n\n" + table(header, rows)
+    return "## Capacity: parameters of the unlooped equal\n\n" + markdown_table(header, rows)
 
 
 def _loss(one: Comparison) -> str:
@@ -143,7 +143,7 @@ def _loss(one: Comparison) -> str:
         "of it tokens",
         "at equal tokens",
     ]
-    return "## Best loss at equal budget (nats, from the laws)\n\n" + table(header, rows)
+    return "## Best loss at equal budget (nats, from the laws)\n\n" + markdown_table(header, rows)
 
 
 def _serving(one: Comparison) -> str:
@@ -163,7 +163,7 @@ def _serving(one: Comparison) -> str:
         "note",
     ]
     text = "## Compute optimum and cost of serving (ratios, variant to baseline)\n\n"
-    text += table(header, rows)
+    text += markdown_table(header, rows)
     text += "\n\nWidth, tokens and the first inference FLOPs at equal budget, the next four at equal loss."
     if one.meaning.basis:
         text += "\n\n" + bullets(one.meaning.basis)
@@ -187,7 +187,7 @@ def _serving_row(effect: Effect) -> list[str]:
 
 def _spelled(one: Estimate, form: str) -> str:
     if one.value is None:
-        return "–"
+        return NONE
     text = f"{one.value:{form}}"
     if one.low is None or one.high is None:
         return text
@@ -195,11 +195,11 @@ def _spelled(one: Estimate, form: str) -> str:
 
 
 def _fixed(value: float | None, form: str) -> str:
-    return "–" if value is None else f"{value:{form}}"
+    return NONE if value is None else f"{value:{form}}"
 
 
 def _count_or_dash(value: float | None) -> str:
-    return "–" if value is None else f"{value:g}"
+    return NONE if value is None else f"{value:g}"
 
 
 def _notes(one: Comparison) -> str:

@@ -21,6 +21,7 @@ from .heldout import HeldOut, held_out
 from .record import Record
 from .solve import RANDOM_STARTS
 from .table import RunTable
+from .text import NONE, bullets, markdown_table, wrap
 
 NOISE = 2.0  # a difference in AICc or BIC below this tells nothing (Burnham & Anderson 2002)
 CELL, BUDGET = "(budget, r) cell", "budget"
@@ -245,25 +246,31 @@ def _caveats(scores: Sequence[LawScore], winners: dict[str, str], choice: str) -
 
 def render_comparison(found: LawComparison) -> str:
     """Write a table of the laws, the verdict and its caveats."""
-    lines = [
-        "| law | parameters | R² | RMSE, nats | ΔAICc | ΔBIC | error, cell left out | worse by "
-        "| error, budget left out | worse by |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+    header = ["law", "parameters", "R²", "RMSE, nats", "ΔAICc", "ΔBIC"]
+    header += ["error, cell left out", "worse by", "error, budget left out", "worse by"]
+    rows = [
+        [
+            one.name,
+            f"{one.parameters}",
+            f"{one.r2:.4f}",
+            f"{one.rmse:.4f}",
+            f"{one.delta_aicc:.1f}",
+            f"{one.delta_bic:.1f}",
+            *_cells(one.by_cell),
+            *_cells(one.by_budget),
+        ]
+        for one in found.scores
     ]
-    for one in found.scores:
-        held = [*_cells(one.by_cell), *_cells(one.by_budget)]
-        lines.append(
-            f"| {one.name} | {one.parameters} | {one.r2:.4f} | {one.rmse:.4f} | "
-            f"{one.delta_aicc:.1f} | {one.delta_bic:.1f} | {' | '.join(held)} |"
-        )
-    notes = [f"- {text}." for text in found.caveats]
-    notes += [f"- {name} is not fitted: {reason}" for name, reason in found.unfitted.items()]
-    notes += [f"- {one.name}: {one.reason}." for one in found.scores if one.reason is not None]
-    return "\n".join([*lines, "", found.verdict, *([""] if notes else []), *notes])
+    notes = [f"{text}." for text in found.caveats]
+    notes += [f"{name} is not fitted: {reason}" for name, reason in found.unfitted.items()]
+    notes += [f"{one.name}: {one.reason}." for one in found.scores if one.reason is not None]
+    return "\n\n".join(
+        part for part in (markdown_table(header, rows), wrap(found.verdict), bullets(notes)) if part
+    )
 
 
 def _cells(held: HeldOut | None) -> list[str]:
     if held is None:
-        return ["–", "–"]
+        return [NONE, NONE]
     low, high = held.interval
     return [f"{held.mae:.4f}", f"{held.worse:+.4f} [{low:+.4f}, {high:+.4f}]"]

@@ -28,7 +28,7 @@ from .record import plain
 from .report import render
 from .sensitivity import SplitSensitivity, render_sensitivity, split_sensitivity
 from .table import RunTable
-from .text import table, wrap
+from .text import markdown_table, wrap
 
 _T = TypeVar("_T")
 
@@ -106,15 +106,16 @@ def render_full(report: FullReport) -> str:
     parts = [] if report.comparison is None else [render_compare(report.comparison).rstrip()]
     parts.append(render(report.analysis).rstrip())
     for section in sections(report.findings):
-        parts.append(f"## {section.title}\n\n{table(section.header, section.rows)}")
+        parts.append(f"## {section.title}\n\n{markdown_table(section.header, section.rows)}")
         if section.note:
             parts.append(wrap(section.note))
     if report.laws is not None:
         parts.append(f"## Which law describes the runs\n\n{render_comparison(report.laws)}")
     if report.floors is not None:
         parts.append(f"## E of each architecture or one for all\n\n{render_floors(report.floors)}")
-    for one in report.iso_parameter:
-        parts.append(f"## Recurrences counted as layers\n\n{wrap(render_iso_parameter(one))}")
+    if report.iso_parameter:
+        parts.append("## Recurrences counted as layers (iso-parameter law)")
+        parts += [render_iso_parameter(one) for one in report.iso_parameter]
     if report.splits is not None:
         parts.append(f"## φ under each split of N\n\n{render_sensitivity(report.splits)}")
     if report.axes:

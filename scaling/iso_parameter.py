@@ -17,6 +17,7 @@ from .laws import Array, Chinchilla, FloatArray
 from .record import Record
 from .solve import RANDOM_STARTS
 from .table import RunTable
+from .text import wrap
 
 COUNTINGS = ("whole", "unrolled")
 
@@ -96,9 +97,9 @@ def render_iso_parameter(found: IsoParameterFit) -> str:
     """Write the law and what it says in two lines."""
     law, fit = found.law, found.fit
     name = "r·N" if found.counting == "whole" else "N_once + r·N_rec"
-    return (
-        f"Iso-parameter law, N_eff = {name}: α {law.alpha:.4f}, β {law.beta:.4f}, E {law.E:.4f}, A "
-        f"{law.A:.4g}, B {law.B:.4g}; R² {fit.r2:.4f}, RMSE {fit.rmse:.4f} nats.\n"
+    return wrap(
+        f"N_eff = {name}: α {law.alpha:.4f}, β {law.beta:.4f}, E {law.E:.4f}, A "
+        f"{law.A:.4g}, B {law.B:.4g}; R² {fit.r2:.4f}, RMSE {fit.rmse:.4f} nats. "
         f"At fixed parameters it would have the best r grow as C^{found.recurrence_exponent:.2f} and "
         f"the tokens as C^{found.token_exponent:.2f} (C ∝ N_eff·D)."
     )

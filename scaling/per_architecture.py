@@ -28,6 +28,7 @@ from .laws import FloatArray
 from .record import Record
 from .solve import RANDOM_STARTS
 from .table import RunTable
+from .text import markdown_table, wrap
 
 _EXPONENTS = (1e-3, 3.0)  # α and β, as in `solve`
 _PHI = (-3.0, 3.0)
@@ -228,16 +229,17 @@ def solve_floors(problem: Problem, warm: tuple[FloatArray, ...] = ()) -> Grouped
 
 def render_floors(found: FloorComparison) -> str:
     """Write a table of the E and one sentence on what they are worth."""
-    lines = [
-        "| architecture | runs | E, nats | E − shared E |",
-        "|---|---|---|---|",
-    ]
-    lines += [
-        f"| {architecture_name(one.r, one.effective_depth)} | {one.n_runs} | {one.E:.4f} "
-        f"| {one.minus_shared:+.4f} |"
+    rows = [
+        [
+            architecture_name(one.r, one.effective_depth),
+            f"{one.n_runs}",
+            f"{one.E:.4f}",
+            f"{one.minus_shared:+.4f}",
+        ]
         for one in found.floors
     ]
-    return "\n".join([*lines, "", says(found)])
+    header = ["architecture", "runs", "E, nats", "E − shared E"]
+    return f"{markdown_table(header, rows)}\n\n{wrap(says(found))}"
 
 
 def says(found: FloorComparison) -> str:

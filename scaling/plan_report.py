@@ -11,7 +11,7 @@ from .forecast import Forecast
 from .noise import Noise
 from .planned import Plan
 from .record import plain
-from .text import NONE, bullets, table, wrap
+from .text import NONE, bullets, markdown_table, wrap
 
 PUBLISHED = (0.41, 0.53)  # 95 % interval of φ, Schwethelm et al. 2026, table 2
 
@@ -70,7 +70,7 @@ def _forecasts(plan: Plan) -> str:
         f"{_what(plan)} found in",
         "bias",
     )
-    return table(header, rows)
+    return markdown_table(header, rows)
 
 
 def _unit(choice: Choice) -> str:

@@ -10,7 +10,7 @@ from .fit import ChinchillaFit, Fit
 from .looseness import loose_warnings
 from .profile import PhiProfile
 from .split import SPLITS
-from .text import bullets, count, criterion, table, wrap
+from .text import NONE, bullets, count, criterion, markdown_table, wrap
 
 
 def render(analysis: Analysis) -> str:
@@ -125,7 +125,7 @@ def _law(analysis: Analysis) -> str:
         for name, fit in fits
     ]
     header = ["fit", "φ", "α", "β", "E", "A", "B", "R²", "RMSE", "objective", "starts at best"]
-    return "## Fits (E, RMSE in nats)\n\n" + table(header, rows)
+    return "## Fits (E, RMSE in nats)\n\n" + markdown_table(header, rows)
 
 
 def _residuals(fit: Fit) -> str:
@@ -133,7 +133,7 @@ def _residuals(fit: Fit) -> str:
         [f"{row.r}", f"{row.n_runs}", f"{row.mean:+.4f}", f"{row.max_abs:.4f}", f"{row.rmse:.4f}"]
         for row in fit.residuals
     ]
-    return "## Residuals by r (observed − predicted, nats)\n\n" + table(
+    return "## Residuals by r (observed − predicted, nats)\n\n" + markdown_table(
         ["r", "runs", "mean", "max |.|", "RMSE"], rows
     )
 
@@ -150,12 +150,12 @@ def _minima(analysis: Analysis) -> str:
                 "exact through 3 sizes" if one.n_sizes == 3 else "",
             ]
         else:
-            found = ["–", "–", f"not determined: {one.reason}"]
+            found = [NONE, NONE, f"not determined: {one.reason}"]
         rows.append([f"{one.budget_flops:.3g}", f"{one.r}", f"{one.n_runs}", *found])
     header = ["C, FLOPs", "r", "runs", "loss, nats", "N", "note"]
     return (
         "## Iso-FLOPs minima (parabola in log N; descriptive, the frontier comes from the law)\n\n"
-        + table(header, rows)
+        + markdown_table(header, rows)
     )
 
 
@@ -171,7 +171,7 @@ def _seeds(analysis: Analysis) -> str:
             f"{g.loss_high:.4f}",
             f"{g.gap:+.4f}",
         ]
-        + [f"{g.gap / seeds.sd:+.1f}" if seeds.sd > 0 else "–"]
+        + [f"{g.gap / seeds.sd:+.1f}" if seeds.sd > 0 else NONE]
         for g in gaps
     ]
     mean = float(np.mean([g.gap for g in gaps]))
@@ -183,7 +183,7 @@ def _seeds(analysis: Analysis) -> str:
         "budget (each r at its best width, mean over seeds)."
     )
     header = ["C, FLOPs", "r", "best loss", "best loss", "gap", "gap / seed sd"]
-    return f"## Seeds against r\n\n{wrap(text)}\n\n{table(header, rows)}"
+    return f"## Seeds against r\n\n{wrap(text)}\n\n{markdown_table(header, rows)}"
 
 
 def _warnings(analysis: Analysis) -> str:

@@ -20,6 +20,7 @@ from .grouped import GroupedSolution, Problem, log_prediction, rank_of, solve_gr
 from .laws import Array
 from .objective import Design
 from .record import Record
+from .text import NONE, bullets, markdown_table, wrap
 
 _RATES = (1e-2, 50.0)  # z: slower is a straight line over the tested T, faster is over at once
 _POLISHED = 24  # a noisy curve of few points has several minima
@@ -261,23 +262,21 @@ def _rmse(law: SaturatingLaw, points: pd.DataFrame) -> float:
 
 def render_saturation(found: SaturationFit) -> str:
     """Write a table of the runs' own laws, the pooled law, and what is loose."""
-    lines = [
-        "| run | μ | points | L∞ | Z | z | RMSE | gain left at T = μ | RMSE, pooled |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    notes = []
+    header = ["run", "μ", "points", "L∞", "Z", "z", "RMSE", "gain left at T = μ", "RMSE, pooled"]
+    rows, notes = [], []
     for one in found.curves:
-        law, own = one.law, ["–"] * 5
+        law, own = one.law, [NONE] * 5
         if law is not None:
             own = [f"{law.L_inf:.4f}", f"{law.Z:.4g}", f"{law.z:.3f}"]
             own += [f"{one.rmse:.4f}", f"{law.left_at_mu:.4f}"]
-        pooled = "–" if one.pooled_rmse is None else f"{one.pooled_rmse:.4f}"
-        cells = [one.run_id, f"{one.mu:g}", f"{one.n_points}", *own, pooled]
-        lines.append(f"| {' | '.join(cells)} |")
-        notes += [f"- {one.run_id}: {text}." for text in one.warnings]
+        pooled = NONE if one.pooled_rmse is None else f"{one.pooled_rmse:.4f}"
+        rows.append([one.run_id, f"{one.mu:g}", f"{one.n_points}", *own, pooled])
+        notes += [f"{one.run_id}: {text}." for text in one.warnings]
         if one.reason is not None:
-            notes.append(f"- no law for {one.reason}.")
-    return "\n".join([*lines, "", *notes, *([""] if notes else []), says(found)])
+            notes.append(f"no law for {one.reason}.")
+    return "\n\n".join(
+        part for part in (markdown_table(header, rows), bullets(notes), wrap(says(found))) if part
+    )
 
 
 def says(found: SaturationFit) -> str:

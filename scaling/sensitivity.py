@@ -14,6 +14,7 @@ from .record import Record
 from .solve import RANDOM_STARTS
 from .split import SPLITS
 from .table import RunTable
+from .text import NONE, bullets, markdown_table, wrap
 
 WITHOUT = "without injection"
 MEANINGS = {
@@ -145,25 +146,20 @@ def _row(
 
 
 def render_sensitivity(found: SplitSensitivity) -> str:
-    """Write the table, and one sentence on the spread."""
-    lines = [
-        "| split | φ | 95 % interval | R² | RMSE, nats | α | β | E |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    notes = []
-    for row in found.rows:
-        if row.reason is not None:
-            notes.append(f"- {row.split}: {row.reason}")
-        if row.phi is None:
-            lines.append(f"| {row.split} | – | – | – | – | – | – | – |")
-            continue
-        interval = f"[{row.interval[0]:.3f}, {row.interval[1]:.3f}]" if row.interval else "–"
-        lines.append(
-            f"| {row.split} | {row.phi:.4f} | {interval} | {row.r2:.4f} | {row.rmse:.4f} | "
-            f"{row.alpha:.4f} | {row.beta:.4f} | {row.E:.4f} |"
-        )
-    meanings = [f"- {row.split}: {row.meaning}" for row in found.rows]
-    return "\n".join([*lines, "", *meanings, *notes, "", says(found)])
+    """Write the table, what each split means, and one sentence on the spread."""
+    header = ["split", "φ", "95 % interval", "R²", "RMSE, nats", "α", "β", "E"]
+    notes = [f"{row.split}: {row.meaning}" for row in found.rows]
+    notes += [f"{row.split}: {row.reason}" for row in found.rows if row.reason is not None]
+    rows = [[row.split, *_cells(row)] for row in found.rows]
+    return "\n\n".join([markdown_table(header, rows), bullets(notes), wrap(says(found))])
+
+
+def _cells(row: SplitRow) -> list[str]:
+    if row.phi is None:
+        return [NONE] * 7
+    interval = f"[{row.interval[0]:.3f}, {row.interval[1]:.3f}]" if row.interval else NONE
+    fitted = (row.r2, row.rmse, row.alpha, row.beta, row.E)
+    return [f"{row.phi:.4f}", interval, *(f"{value:.4f}" for value in fitted)]
 
 
 def says(found: SplitSensitivity) -> str:

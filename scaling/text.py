@@ -19,7 +19,7 @@ def bullets(sentences: Sequence[str]) -> str:
     return "\n".join(wrap(f"- {text}", indent="  ") for text in sentences)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Write a Markdown table with aligned columns."""
     widths = [max(len(row[k]) for row in (header, *rows)) for k in range(len(header))]
     lines = [

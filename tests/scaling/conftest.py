@@ -73,3 +73,9 @@ def make_grid():
         return pd.DataFrame(rows)
 
     return build
+
+
+@pytest.fixture(scope="session")
+def unwrapped():
+    """Join the lines of a report's paragraphs."""
+    return lambda text: " ".join(text.split())

@@ -53,7 +53,7 @@ def test_without_an_injection_the_splits_agree(make_grid, known_law):
     assert phi["regression"] == pytest.approx(phi["text"], abs=1e-7)
 
 
-def test_a_split_that_cannot_be_computed_says_why(paper):
+def test_a_split_that_cannot_be_computed_says_why(paper, unwrapped):
     """One missing column does not take the other splits away."""
     found = split_sensitivity(paper.drop(columns="n_injection"), n_starts=20, resamples=20)
     by_split = {row.split: row for row in found.rows}
@@ -62,7 +62,7 @@ def test_a_split_that_cannot_be_computed_says_why(paper):
     for split in ("once", WITHOUT):
         assert by_split[split].phi is None
         assert "n_injection" in by_split[split].reason
-    assert by_split["once"].reason in render_sensitivity(found)
+    assert by_split["once"].reason in unwrapped(render_sensitivity(found))
 
 
 def test_without_budgets_phi_stands_and_the_interval_says_why(paper):
@@ -93,8 +93,8 @@ def test_the_fit_is_that_of_the_split(paper, found):
     assert (row.phi, row.alpha, row.r2) == (fit.law.phi, fit.law.alpha, fit.r2)
 
 
-def test_the_text_holds_the_numbers_and_json_survives(found):
-    text = render_sensitivity(found)
+def test_the_text_holds_the_numbers_and_json_survives(found, unwrapped):
+    text = unwrapped(render_sensitivity(found))
     for row in found.rows:
         assert f"{row.phi:.4f}" in text
         assert row.meaning in text
