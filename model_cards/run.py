@@ -23,8 +23,7 @@ from hf_looped.accounting import (
     train_flops_per_token,
     weight_bytes,
 )
-from scaling.checks import status_of
-from scaling.runs import SCHEMA_VERSION
+from scaling.runs import SCHEMA_VERSION, status_of
 
 # What the card needs of run.json, by kind, and of config.yaml, by section.
 TEXTS = (

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 
 from . import commands
-from .plan import add_arguments as add_design_arguments
-from .plan import run as run_design
-from .split import SPLITS
+from .planning.plan import add_arguments as add_design_arguments
+from .planning.plan import run as run_design
+from .runs.split import SPLITS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

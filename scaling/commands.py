@@ -5,24 +5,25 @@ from pathlib import Path
 
 import pandas as pd
 
-from . import analysis, axes_report
-from .axes import PREFIX, axis_fit, with_value
-from .compare import as_json as compare_json
-from .compare import compare
-from .compare_report import render as render_compare
-from .fit import fit_chinchilla
-from .full_report import as_json as full_json
-from .full_report import full_report, render_full
-from .html import render_html
-from .looseness import loose_direction
-from .outputs import write_json, write_plots, write_text
-from .pairing import variant_table
-from .readiness import check_table
+from .comparison.compare import as_json as compare_json
+from .comparison.compare import compare
+from .comparison.compare_report import render as render_compare
+from .comparison.pairing import variant_table
+from .fits.fit import fit_chinchilla
+from .fits.looseness import loose_direction
+from .fits.saturation import fit_saturation, render_saturation
+from .outputs import write_json, write_text
 from .record import plain
-from .report import render, render_chinchilla
+from .reports import analysis, axes_report
+from .reports.axes import PREFIX, axis_fit, with_value
+from .reports.full_report import as_json as full_json
+from .reports.full_report import full_report, render_full
+from .reports.html import render_html
+from .reports.report import render, render_chinchilla
+from .reports.write import write_plots
 from .runs import collect_runs, prepare, read_raw, read_table
-from .saturation import fit_saturation, render_saturation
-from .table import RunTable
+from .runs.readiness import check_table
+from .runs.table import RunTable
 
 REPORTS = (".html", ".md", ".txt", ".json")
 

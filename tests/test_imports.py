@@ -18,7 +18,14 @@ MAY_IMPORT = {  # other folders, or single modules of them
     "model_cards": {"hf_looped", "scaling"},
 }
 DRAW = {"matplotlib", "plotly"}
-MAY_DRAW = {("scaling", "plots.py"), ("scaling", "html.py"), ("training", "tune_plot.py")}
+MAY_DRAW = {
+    ("scaling", "reports/plots.py"),
+    ("scaling", "reports/html.py"),
+    ("training", "tune_plot.py"),
+}
+# folders of scaling, each of which may import those before it, and the modules beside them
+ORDER = ["solver", "runs", "fits", "optima", "comparison", "planning", "reports"]
+BESIDE = {"record", "text", "outputs"}
 HEAVY = {"torch", "transformers", "accelerate", "datasets"}  # scaling runs without any of them
 
 
@@ -68,6 +75,19 @@ def test_folders_import_only_what_they_may(folder):
     assert broken == {}
 
 
+def test_the_folders_of_scaling_import_in_one_direction():
+    for at, folder in enumerate(ORDER):
+        for file in sorted((ROOT / "scaling" / folder).glob("*.py")):
+            taken = {
+                name.partition(".")[0]
+                for name, level in imported(ast.parse(file.read_text(encoding="utf-8")))
+                if level == 2
+            }
+            assert taken <= BESIDE | set(ORDER[:at]), f"{folder}/{file.name}"
+    folders = {path.parent.name for path in (ROOT / "scaling").glob("*/__init__.py")}
+    assert folders == set(ORDER)
+
+
 @pytest.mark.parametrize(
     ("folder", "file", "source"),
     [
@@ -94,7 +114,11 @@ def test_a_forbidden_import_is_found(folder, file, source):
     ("folder", "file", "source"),
     [
         ("hf_looped", "hub.py", "import torch\nfrom .accounting import parameters"),
-        ("scaling", "plots.py", "from matplotlib.figure import Figure\nfrom .laws import JointLaw"),
+        (
+            "scaling",
+            "reports/plots.py",
+            "from matplotlib.figure import Figure\nfrom ..solver.laws import JointLaw",
+        ),
         ("training", "sweep.py", "from scaling.runs import collect_runs\nimport hf_looped"),
         ("training", "sweep.py", "from scaling import runs\nfrom . import grid"),
         ("training", "data/text.py", "from .. import grid"),

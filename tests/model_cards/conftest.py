@@ -10,10 +10,10 @@ import pandas as pd
 import pytest
 
 import scaling
-from scaling.analysis import as_json
-from scaling.laws import JointLaw
 from scaling.outputs import write_json
+from scaling.reports.analysis import as_json
 from scaling.runs import write_table
+from scaling.solver.laws import JointLaw
 from training.config import resolve
 from training.loop import train
 

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 import scaling
-from scaling.laws import JointLaw
+from scaling.solver.laws import JointLaw
 
 PAPER = Path(__file__).parents[1] / "fixtures" / "paper_runs_baseline.csv"
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scaling.axes import (
+from scaling.reports.axes import (
     AxisFit,
     Thresholds,
     axis_fit,
@@ -12,9 +12,9 @@ from scaling.axes import (
     loss_columns,
     seed_means,
 )
-from scaling.axes_report import NOISY, as_json, axes_json, render_axes
-from scaling.laws import JointLaw
-from scaling.table import RunTable
+from scaling.reports.axes_report import NOISY, as_json, axes_json, render_axes
+from scaling.runs.table import RunTable
+from scaling.solver.laws import JointLaw
 
 QUICK = {"n_starts": 40, "resamples": 60}
 MATH = JointLaw(E=1.0, A=40.0, alpha=0.22, B=500.0, beta=0.34, phi=0.8)

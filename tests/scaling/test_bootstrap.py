@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import scaling
-from scaling.bootstrap import cell_membership, draw_cells
+from scaling.fits.bootstrap import cell_membership, draw_cells
 
 
 def test_interval_of_the_paper_runs(paper_analysis):

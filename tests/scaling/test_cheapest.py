@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scaling.cheapest import (
+from scaling.planning.cheapest import (
     MIN_CELLS,
     MIN_WIDTHS,
     Choice,
@@ -15,9 +15,9 @@ from scaling.cheapest import (
     parts,
     rows_of,
 )
-from scaling.design import PAPER_GRID, PAPER_LAW, Grid, iso_depth, planned_runs
-from scaling.forecast import Sensitivity, approximate_width, simulate
-from scaling.noise import Noise
+from scaling.planning.design import PAPER_GRID, PAPER_LAW, Grid, iso_depth, planned_runs
+from scaling.planning.forecast import Sensitivity, approximate_width, simulate
+from scaling.planning.noise import Noise
 
 RS = (1, 2, 4, 8)
 NOISE = Noise()

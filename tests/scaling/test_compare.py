@@ -6,14 +6,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scaling.bootstrap import bootstrap
-from scaling.compare import Comparison, as_json, compare
-from scaling.compare_report import render
-from scaling.fit import fit_joint
-from scaling.frontier import architectures, optimum
-from scaling.laws import JointLaw
-from scaling.pairing import variant_table
-from scaling.table import RunTable
+from scaling.comparison.compare import Comparison, as_json, compare
+from scaling.comparison.compare_report import render
+from scaling.comparison.pairing import variant_table
+from scaling.fits.bootstrap import bootstrap
+from scaling.fits.fit import fit_joint
+from scaling.optima.frontier import architectures, optimum
+from scaling.runs.table import RunTable
+from scaling.solver.laws import JointLaw
 
 BUDGETS = (1e14, 2.15e14, 4.64e14, 1e15)
 WIDTHS = (48, 64, 96, 128)

@@ -8,10 +8,10 @@ law, A and B from the unchanged r = 1 runs (which r^φ does not touch), FLOPs pe
 import numpy as np
 import pytest
 
-from scaling.compare import compare
-from scaling.laws import JointLaw
-from scaling.pairing import variant_table
-from scaling.table import RunTable
+from scaling.comparison.compare import compare
+from scaling.comparison.pairing import variant_table
+from scaling.runs.table import RunTable
+from scaling.solver.laws import JointLaw
 
 T, BATCH = 2048, 262_144
 NOISE = 0.004  # nats

@@ -7,9 +7,9 @@ import pytest
 from scipy.stats import laplace, ttest_1samp
 
 from scaling import RunTable, fit_joint
-from scaling.candidates import CHINCHILLA, FLOORS, FREE, ISO, ONE, ZERO, candidates
-from scaling.criteria import LawComparison, compare_laws, information, render_comparison
-from scaling.laws import Chinchilla
+from scaling.fits.candidates import CHINCHILLA, FLOORS, FREE, ISO, ONE, ZERO, candidates
+from scaling.fits.criteria import LawComparison, compare_laws, information, render_comparison
+from scaling.solver.laws import Chinchilla
 
 NOISE = 0.003
 GRID = {"budgets": (1e14, 2e14, 4e14, 8e14, 1.6e15), "widths": (64, 96, 128, 160)}

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from scaling.design import (
+from scaling.fits.fit import fit_joint
+from scaling.optima.frontier import architectures
+from scaling.planning.design import (
     PAPER_GRID,
     PAPER_LAW,
     Grid,
@@ -13,10 +15,8 @@ from scaling.design import (
     widths_around_optimum,
     with_halfway_budgets,
 )
-from scaling.fit import fit_joint
-from scaling.frontier import architectures
-from scaling.noise import Noise
-from scaling.table import RunTable
+from scaling.planning.noise import Noise
+from scaling.runs.table import RunTable
 
 RS = (1, 2, 4, 8)
 SMALL = Grid(budgets=(1e18, 4e18), widths=((512, 640), (640, 896, 1024)), recurrences=(1, 4))

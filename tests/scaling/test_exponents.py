@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from scaling.exponents import Exponents, frontier_exponents, power_of_flops
-from scaling.frontier import architectures, frontier
-from scaling.subsets import per_architecture
-from scaling.table import RunTable
+from scaling.fits.subsets import per_architecture
+from scaling.optima.exponents import Exponents, frontier_exponents, power_of_flops
+from scaling.optima.frontier import architectures, frontier
+from scaling.runs.table import RunTable
 
 PUBLISHED = {1: (0.57, 0.53), 2: (0.70, 0.42), 4: (0.76, 0.37), 8: (0.67, 0.44)}  # N*, D*
 EXACT = {1: (0.495, 0.587), 2: (0.622, 0.479), 4: (0.668, 0.433), 8: (0.599, 0.486)}

@@ -3,8 +3,8 @@
 import pytest
 
 import scaling
-from scaling.findings import Findings, findings
-from scaling.findings_tables import NONE, sections
+from scaling.reports.findings import Findings, findings
+from scaling.reports.findings_tables import NONE, sections
 
 
 @pytest.fixture(scope="module")

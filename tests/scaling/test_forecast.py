@@ -5,19 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scaling.bootstrap import bootstrap
-from scaling.design import PAPER_GRID, PAPER_LAW, Grid, iso_depth, planned_runs
-from scaling.fit import fit_joint, predict
-from scaling.forecast import (
+from scaling.fits.bootstrap import bootstrap
+from scaling.fits.fit import fit_joint, predict
+from scaling.planning.design import PAPER_GRID, PAPER_LAW, Grid, iso_depth, planned_runs
+from scaling.planning.forecast import (
     Forecast,
     Sensitivity,
     approximate_delta_width,
     approximate_width,
     simulate,
 )
-from scaling.noise import Noise
-from scaling.solve import solve_resamples
-from scaling.table import RunTable, design_of
+from scaling.planning.noise import Noise
+from scaling.runs.table import RunTable, design_of
+from scaling.solver.solve import solve_resamples
 
 RS = (1, 2, 4, 8)
 GRID = Grid(

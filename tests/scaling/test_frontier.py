@@ -5,9 +5,9 @@ import pandas as pd
 import pytest
 
 import scaling
-from scaling.frontier import Architecture, FrontierPoint, architectures, frontier, optimum
-from scaling.laws import Chinchilla
-from scaling.table import RunTable
+from scaling.optima.frontier import Architecture, FrontierPoint, architectures, frontier, optimum
+from scaling.runs.table import RunTable
+from scaling.solver.laws import Chinchilla
 
 
 def test_frontier_equals_the_closed_form_when_all_counts_scale_as_d_squared(make_grid, known_law):

@@ -4,9 +4,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scaling.gaps import GapRange, UnloopedGap, gap_ranges, gaps_to_unlooped
-from scaling.subsets import per_architecture
-from scaling.table import RunTable
+from scaling.fits.subsets import per_architecture
+from scaling.optima.gaps import GapRange, UnloopedGap, gap_ranges, gaps_to_unlooped
+from scaling.runs.table import RunTable
 
 PUBLISHED = {2: (0.03, 0.06), 4: (0.05, 0.08), 8: (0.09, 0.12)}
 STARTS = 40

@@ -7,9 +7,9 @@ import pytest
 from scipy.optimize import approx_fprime, minimize
 
 from scaling import RunTable
-from scaling.grouped import Problem, jacobian, log_prediction, solve_grouped, state_at
-from scaling.per_architecture import GRID, floors_problem, solve_floors
-from scaling.solve import solve
+from scaling.fits.per_architecture import GRID, floors_problem, solve_floors
+from scaling.solver.grouped import Problem, jacobian, log_prediction, solve_grouped, state_at
+from scaling.solver.solve import solve
 
 
 @pytest.fixture(scope="module")

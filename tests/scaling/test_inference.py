@@ -3,8 +3,8 @@
 import pandas as pd
 import pytest
 
-from scaling.inference import inference_costs
-from scaling.table import RunTable
+from scaling.comparison.inference import inference_costs
+from scaling.runs.table import RunTable
 
 D = 34 * 64  # width of the paper's largest model
 CONTEXT = 4096

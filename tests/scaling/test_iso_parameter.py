@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from scaling import RunTable, fit_chinchilla, fit_joint
-from scaling.iso_parameter import (
+from scaling.fits.iso_parameter import (
     IsoParameterFit,
     counted,
     effective_parameters,
     fit_iso_parameter,
     render_iso_parameter,
 )
-from scaling.laws import Chinchilla
+from scaling.solver.laws import Chinchilla
 
 
 @pytest.fixture(scope="module")

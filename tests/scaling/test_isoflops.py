@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scaling.isoflops import isoflops_minima
-from scaling.table import RunTable
+from scaling.optima.isoflops import isoflops_minima
+from scaling.runs.table import RunTable
 
 BUDGETS = (4.64e17, 1e18, 2.15e18, 4.64e18, 1e19, 2.15e19)
 PUBLISHED = {  # loss and N in millions at the compute optimum, for the six budgets

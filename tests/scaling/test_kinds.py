@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scaling.kinds import by_architecture, effective_depths
+from scaling.runs.kinds import by_architecture, effective_depths
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from scaling.laws import Chinchilla, JointLaw
+from scaling.solver.laws import Chinchilla, JointLaw
 
 
 def test_phi_one_makes_iso_flops_architectures_equal(known_law):

@@ -9,8 +9,8 @@ import pytest
 from scipy.optimize import linprog, lsq_linear
 
 from scaling import RunTable, bootstrap, fit_chinchilla, fit_joint
-from scaling.objective import residuals
-from scaling.solve import from_law, solve, solve_resamples
+from scaling.solver.objective import residuals
+from scaling.solver.solve import from_law, solve, solve_resamples
 
 POINTS = Path(__file__).parents[2].parent / "shared" / "paper" / "chinchilla_points.csv"
 

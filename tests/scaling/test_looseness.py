@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from scaling import RunTable, analyse, fit_chinchilla, fit_joint
-from scaling.looseness import LooseDirection, loose_direction, loose_warnings
-from scaling.report import render, render_chinchilla
-from scaling.solve import from_law
+from scaling.fits.looseness import LooseDirection, loose_direction, loose_warnings
+from scaling.reports.report import render, render_chinchilla
+from scaling.solver.solve import from_law
 
 UNITS = {"A": 0.5, "B": 0.5, "E": 0.15, "alpha": 0.25, "beta": 0.25, "phi": 0.15}  # as documented
 

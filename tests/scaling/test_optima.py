@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from scaling.frontier import architectures, optimum
-from scaling.laws import JointLaw
-from scaling.optima import Laws, optima_at_budget, optima_at_loss
-from scaling.table import RunTable
+from scaling.optima.frontier import architectures, optimum
+from scaling.optima.optima import Laws, optima_at_budget, optima_at_loss
+from scaling.runs.table import RunTable
+from scaling.solver.laws import JointLaw
 
 LAWS = [
     JointLaw(E=1.57, A=28.0, alpha=0.199, B=916.0, beta=0.369, phi=0.46),

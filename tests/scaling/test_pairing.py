@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from scaling.laws import JointLaw
-from scaling.pairing import cells, pair_up, variant_table
-from scaling.table import RunTable
+from scaling.comparison.pairing import cells, pair_up, variant_table
+from scaling.runs.table import RunTable
+from scaling.solver.laws import JointLaw
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import chi2
 
 from scaling import RunTable, fit_joint
-from scaling.per_architecture import FloorComparison, fit_floors, render_floors, robust_drop
+from scaling.fits.per_architecture import FloorComparison, fit_floors, render_floors, robust_drop
 
 FLOORS = {1: 1.60, 2: 1.55, 4: 1.68}
 

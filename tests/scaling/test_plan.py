@@ -5,15 +5,15 @@ import json
 
 import pytest
 
-from scaling.cheapest import COSTS
-from scaling.design import PAPER_GRID, PAPER_LAW, grid_of
-from scaling.fit import fit_joint
-from scaling.guess import guess_of
-from scaling.noise import Noise
-from scaling.plan import add_arguments, run
-from scaling.plan_report import plan_json, render_plan
-from scaling.planned import Plan, plan
-from scaling.table import RunTable
+from scaling.fits.fit import fit_joint
+from scaling.planning.cheapest import COSTS
+from scaling.planning.design import PAPER_GRID, PAPER_LAW, grid_of
+from scaling.planning.guess import guess_of
+from scaling.planning.noise import Noise
+from scaling.planning.plan import add_arguments, run
+from scaling.planning.plan_report import plan_json, render_plan
+from scaling.planning.planned import Plan, plan
+from scaling.runs.table import RunTable
 
 
 def options(*arguments):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import scaling
-from scaling.plots import frontier_figure, isoflops_figure, predicted_figure
+from scaling.reports.plots import frontier_figure, isoflops_figure, predicted_figure
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scaling.fit import fit_joint
-from scaling.frontier import architectures, optimum
-from scaling.predict import HeldOut, Prediction, held_out, predict_run, predict_width
-from scaling.table import RunTable
+from scaling.fits.fit import fit_joint
+from scaling.optima.frontier import architectures, optimum
+from scaling.optima.predict import HeldOut, Prediction, held_out, predict_run, predict_width
+from scaling.runs.table import RunTable
 
 STARTS = 40
 

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import chi2
 
 from scaling import RunTable, bootstrap, fit_joint
-from scaling.profile import THRESHOLD, PhiProfile, profile_phi
+from scaling.fits.profile import THRESHOLD, PhiProfile, profile_phi
 
 
 @pytest.fixture(scope="module")

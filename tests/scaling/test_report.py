@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import scaling
-from scaling.analysis import as_json
-from scaling.plots import frontier_figure
-from scaling.report import render
-from scaling.seeds import gaps_between_r, seed_spread
+from scaling.reports.analysis import as_json
+from scaling.reports.plots import frontier_figure
+from scaling.reports.report import render
+from scaling.runs.seeds import gaps_between_r, seed_spread
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scaling.fit import fit_joint
+from scaling.fits.fit import fit_joint
 from scaling.runs import collect_runs, left_out, read_table, write_table
 
 

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from scipy.optimize import minimize
 
-from scaling.saturation import (
+from scaling.fits.saturation import (
     SaturatingLaw,
     SaturationFit,
     fit_saturation,

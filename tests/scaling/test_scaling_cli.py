@@ -121,7 +121,7 @@ def test_scaling_imports_neither_torch_nor_the_other_packages():
     code = (
         "import sys, scaling, scaling.__main__\n"
         "assert 'matplotlib' not in sys.modules\n"  # fits work without it
-        "import scaling.plots\n"
+        "import scaling.reports.plots\n"
         "bad = {'torch', 'transformers', 'hf_looped', 'training', 'evaluation', 'model_cards'}\n"
         "bad.add('matplotlib.pyplot')  # global state\n"
         "print(sorted(bad & set(sys.modules)))"

@@ -3,7 +3,7 @@
 import pytest
 
 from scaling import RunTable, fit_joint
-from scaling.sensitivity import (
+from scaling.fits.sensitivity import (
     WITHOUT,
     SplitSensitivity,
     render_sensitivity,

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from scaling.objective import Design, evaluate
-from scaling.solve import from_law, solve, solve_resamples, to_law
-from scaling.table import RunTable
+from scaling.runs.table import RunTable
+from scaling.solver.objective import Design, evaluate
+from scaling.solver.solve import from_law, solve, solve_resamples, to_law
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scaling.fit import fit_chinchilla, fit_joint
-from scaling.laws import JointLaw
-from scaling.subsets import (
+from scaling.fits.fit import fit_chinchilla, fit_joint
+from scaling.fits.subsets import (
     ArchitectureFit,
     SubsetFit,
     budget_halves,
@@ -15,7 +14,8 @@ from scaling.subsets import (
     pooled_depths,
     without_each_r,
 )
-from scaling.table import RunTable
+from scaling.runs.table import RunTable
+from scaling.solver.laws import JointLaw
 
 STARTS = 40  # with the exponent grid, enough on these tables (test_solve compares optima)
 TABLE_1 = {  # A, α, B, β, E

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from scaling.consequences import Consequences, Effect, Estimate
-from scaling.difference import Difference
-from scaling.verdict import verdict
+from scaling.comparison.consequences import Consequences, Effect, Estimate
+from scaling.comparison.difference import Difference
+from scaling.comparison.verdict import verdict
 
 NOTHING = Estimate(value=None, low=None, high=None)
 

@@ -1,0 +1,1 @@
+"""Δφ: a variant against its baseline, and what the difference means."""

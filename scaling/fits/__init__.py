@@ -1,0 +1,1 @@
+"""Laws fitted to a run table, their intervals, and how they compare."""

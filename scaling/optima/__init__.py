@@ -1,0 +1,1 @@
+"""What a law or the runs say about compute-optimal models: minima, frontiers, gaps, equal sizes."""

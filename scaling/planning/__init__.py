@@ -1,0 +1,1 @@
+"""Design before spending: what interval a planned grid would give, and the cheapest that will do."""

@@ -1,0 +1,1 @@
+"""The laws, and the exact minimiser of their Huber objective."""
