@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..fits.bootstrap import cell_membership, draw_cells
+from ..fits.cells import POINTS, Cells, Counts, cells_of, draw_cells
 from ..fits.fit import JointFit, fit_joint
 from ..optima.optima import Laws
 from ..record import Record
@@ -19,7 +19,6 @@ from ..solver.solve import bounds, solve_resamples, to_law
 from .pairing import Pair
 
 MIN_CELLS = 3
-_POINTS = 6  # different runs that a draw needs, one per parameter
 _APART = 1_000_003  # between the seeds of independent draws
 
 
@@ -68,10 +67,13 @@ def difference(
         fit_joint(pair.baseline, delta=delta, n_starts=n_starts),
         fit_joint(pair.variant, delta=delta, n_starts=n_starts),
     )
-    members = tuple(cell_membership(fit.runs) for fit in fits)
-    n_cells = (len(members[0]), len(members[1]))
-    weights, redrawn, reason = _weights(pair, fits, members, resamples, seed)
-    found = [_resampled(fit, rows) for fit, rows in zip(fits, weights, strict=True)]
+    cells = (cells_of(fits[0].runs), cells_of(fits[1].runs))
+    n_cells = (len(cells[0]), len(cells[1]))
+    counts, redrawn, reason = _counts(pair, cells, resamples, seed)
+    found = [
+        _resampled(fit, own.weights(drawn))
+        for fit, own, drawn in zip(fits, cells, counts, strict=True)
+    ]
     phis = [laws.phi[1:] for laws, _ in found]
     draws = phis[1] - phis[0]
     known = len(draws) > 0
@@ -117,56 +119,40 @@ def _pairing(pair: Pair) -> str:
     )
 
 
-def _weights(
-    pair: Pair,
-    fits: tuple[JointFit, JointFit],
-    members: tuple[FloatArray, ...],
-    resamples: int,
-    seed: int,
-) -> tuple[tuple[FloatArray, FloatArray], int, str | None]:
-    """How often each run of either table enters each resample, draws thrown away, why there are none."""
-    none = (np.empty((0, fits[0].n_runs)), np.empty((0, fits[1].n_runs)))
-    fewest = min(len(one) for one in members)
+def _counts(
+    pair: Pair, cells: tuple[Cells, Cells], resamples: int, seed: int
+) -> tuple[tuple[Counts, Counts], int, str | None]:
+    """How often each cell of either table was drawn, draws thrown away, why there are none."""
+    none = (np.empty((0, len(cells[0])), dtype=int), np.empty((0, len(cells[1])), dtype=int))
+    fewest = min(len(one) for one in cells)
     if fewest < MIN_CELLS:
         return none, 0, f"only {fewest} (budget, r) cells; at least {MIN_CELLS} are needed"
     draw = _paired if pair.cells_match else _independent
-    first, second, redrawn = draw(fits, members, resamples, seed)
+    first, second, redrawn = draw(cells, resamples, seed)
     if min(len(first), len(second)) < resamples:
         return none, redrawn, "nearly every resample of the cells loses an r or a budget"
     return (first, second), redrawn, None
 
 
-def _paired(
-    fits: tuple[JointFit, JointFit], members: tuple[FloatArray, ...], resamples: int, seed: int
-) -> tuple[FloatArray, FloatArray, int]:
-    """Draw cells of the baseline; the variant's runs count as often as their cell was drawn."""
-    one_of_each = np.argmax(members[0], axis=1)  # a run of every cell
+def _paired(cells: tuple[Cells, Cells], resamples: int, seed: int) -> tuple[Counts, Counts, int]:
+    """Draw cells once for both tables, which hold the same ones."""
     for more in (1, 2, 4, 8):
-        first, redrawn = draw_cells(fits[0].runs, members[0], more * resamples, seed)
-        if len(first) == 0:
+        counts, redrawn = draw_cells(cells[0], more * resamples, seed)
+        if len(counts) == 0:
             break
-        second = first[:, one_of_each] @ members[1]
-        enough = np.flatnonzero(_points(fits[1], second) >= _POINTS)[:resamples]
+        points = np.array([cells[1].n_points(row) for row in counts])
+        enough = np.flatnonzero(points >= POINTS)[:resamples]
         if len(enough) == resamples:
             lost = int(enough[-1]) + 1 - resamples
-            return first[enough], second[enough], redrawn + lost
-    return np.empty((0, fits[0].n_runs)), np.empty((0, fits[1].n_runs)), redrawn
-
-
-def _points(fit: JointFit, weights: FloatArray) -> FloatArray:
-    """Different runs (N, r, D) in every resample. [R, n] → [R]."""
-    runs = fit.runs.groupby(["n", "r", "tokens"]).ngroup().to_numpy()
-    entered = np.stack(
-        [(weights[:, runs == k] > 0).any(axis=1) for k in range(runs.max() + 1)], axis=1
-    )
-    return np.asarray(entered.sum(axis=1), dtype=float)
+            return counts[enough], counts[enough], redrawn + lost
+    return counts[:0], counts[:0], redrawn
 
 
 def _independent(
-    fits: tuple[JointFit, JointFit], members: tuple[FloatArray, ...], resamples: int, seed: int
-) -> tuple[FloatArray, FloatArray, int]:
-    first, lost = draw_cells(fits[0].runs, members[0], resamples, seed)
-    second, lost_too = draw_cells(fits[1].runs, members[1], resamples, seed + _APART)
+    cells: tuple[Cells, Cells], resamples: int, seed: int
+) -> tuple[Counts, Counts, int]:
+    first, lost = draw_cells(cells[0], resamples, seed)
+    second, lost_too = draw_cells(cells[1], resamples, seed + _APART)
     return first, second, lost + lost_too
 
 

@@ -1,23 +1,18 @@
-"""Interval of φ by resampling whole (budget, r) cells.
+"""Interval of φ by resampling whole (budget, r) cells (`cells`).
 
-Runs of one budget and one r share what their cell has in common (learning-rate transfer, rounding
-of steps), so that resampling single runs makes intervals too short: cells are drawn with
-replacement. Seeds of one setting lie in one cell. Source: Schwethelm et al. 2026
-(arXiv:2604.21106), appendix, "Bootstrap procedure".
+Source: Schwethelm et al. 2026 (arXiv:2604.21106), appendix, "Bootstrap procedure".
 """
 
 from dataclasses import dataclass, field
 
 import numpy as np
-import pandas as pd
 
 from ..record import Record
-from ..solver.laws import FloatArray
 from ..solver.solve import bounds, solve_resamples
+from .cells import cells_of, draw_cells
 from .fit import JointFit
 
 RESAMPLES = 200
-_TRIES = 50  # draws per wanted resample before giving up
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,18 +56,17 @@ def bootstrap(fit: JointFit, *, resamples: int = RESAMPLES, seed: int = 0) -> Ph
             0,
             seed,
         )
-    membership = cell_membership(fit.runs)
-    if len(membership) < 3:
+    cells = cells_of(fit.runs)
+    if len(cells) < 3:
         return _unavailable(
-            f"only {len(membership)} (budget, r) cells; at least 3 are needed",
-            len(membership),
-            seed,
+            f"only {len(cells)} (budget, r) cells; at least 3 are needed", len(cells), seed
         )
-    weights, redrawn = draw_cells(fit.runs, membership, resamples, seed)
-    if len(weights) < resamples:
+    counts, redrawn = draw_cells(cells, resamples, seed)
+    if len(counts) < resamples:
         return _unavailable(
-            "nearly every resample of the cells loses an r or a budget", len(membership), seed
+            "nearly every resample of the cells loses an r or a budget", len(cells), seed
         )
+    weights = cells.weights(counts)
     theta, _ = solve_resamples(fit.design, weights, start=fit.law, delta=fit.delta)
     draws = theta[:, 5]
     lower, upper = bounds(fit.design, None)
@@ -81,52 +75,13 @@ def bootstrap(fit: JointFit, *, resamples: int = RESAMPLES, seed: int = 0) -> Ph
         low=float(low),
         high=float(high),
         n_resamples=resamples,
-        n_cells=len(membership),
+        n_cells=len(cells),
         n_redrawn=redrawn,
         n_at_bound=int(np.sum((draws <= lower[5]) | (draws >= upper[5]))),
         seed=seed,
         reason=None,
         draws=tuple(float(value) for value in draws),
     )
-
-
-def cell_membership(runs: pd.DataFrame) -> FloatArray:
-    """Which run lies in which (budget_flops, r) cell: 1 or 0.
-
-    [cells, n], cells by budget, then r.
-    """
-    groups = runs.groupby(["budget_flops", "r"], sort=True).ngroup().to_numpy()
-    return np.asarray(groups[None, :] == np.arange(groups.max() + 1)[:, None], dtype=float)
-
-
-def draw_cells(
-    runs: pd.DataFrame, membership: FloatArray, resamples: int, seed: int
-) -> tuple[FloatArray, int]:
-    """Count how often each run enters each resample, [resamples, n], and the draws thrown away.
-
-    A draw is thrown away when it has a single r, a single budget, or fewer than six different
-    runs. Fewer rows than asked for come back when that happens to nearly all draws.
-    """
-    generator = np.random.default_rng(seed)
-    cells = len(membership)
-    budget, r = runs["budget_flops"].to_numpy(), runs["r"].to_numpy()
-    kept: list[FloatArray] = []
-    redrawn = 0
-    for _ in range(_TRIES * resamples):
-        weights = np.bincount(generator.integers(cells, size=cells), minlength=cells) @ membership
-        present = weights > 0
-        enough = len(np.unique(r[present])) >= 2 and len(np.unique(budget[present])) >= 2
-        if enough and _points(runs[present]) >= 6:
-            kept.append(weights)
-            if len(kept) == resamples:
-                break
-        else:
-            redrawn += 1
-    return np.array(kept), redrawn
-
-
-def _points(runs: pd.DataFrame) -> int:
-    return len(set(zip(runs["n"], runs["r"], runs["tokens"], strict=True)))
 
 
 def _unavailable(reason: str, cells: int, seed: int) -> PhiInterval:

@@ -75,7 +75,7 @@ def _special(
 
     def refit(kept: NDArray[np.bool_]) -> FloatArray:
         for part in kept:
-            refuse_unidentifiable(_part(design, part), phi, f"{source}, a part of its runs")
+            refuse_unidentifiable(design.part(part), phi, f"{source}, a part of its runs")
         weights = kept.astype(float)
         theta, _ = solve_resamples(design, weights, start=best.law, phi=phi, delta=delta)
         return np.stack([_log_prediction(design, row) for row in theta])
@@ -87,11 +87,6 @@ def _special(
         log_predicted=_predicted(design, best.law),
         refit=refit,
     )
-
-
-def _part(design: Design, kept: NDArray[np.bool_]) -> Design:
-    names = ("once", "rec", "log_r", "log_d", "log_loss", "log_c")
-    return replace(design, **{name: getattr(design, name)[kept] for name in names})
 
 
 def _predicted(design: Design, law: JointLaw) -> FloatArray:

@@ -16,7 +16,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from ..fits.bootstrap import cell_membership, draw_cells
+from ..fits.cells import Cells, cells_of, draw_cells
 from ..fits.fit import predict
 from ..record import Record
 from ..runs.table import design_of
@@ -189,13 +189,13 @@ def simulate(
     losses = [predict(one, runs) for one in laws]
     _refuse_hopeless(runs, losses[0], noise)
     generator = np.random.default_rng(seed)
-    membership = cell_membership(runs)
-    weights, _ = draw_cells(runs, membership, resamples, seed)
+    cells = cells_of(runs)
+    weights = cells.weights(draw_cells(cells, resamples, seed)[0])
     bootstrapped = n_bootstrapped if len(weights) == resamples else 0
     truth = law.phi if delta_phi is None else delta_phi
     estimates, intervals = [], []
     for number in range(n_sets):
-        designs = _synthetic(runs, losses, noise, membership, generator)
+        designs = _synthetic(runs, losses, noise, cells, generator)
         estimates.append(float(_refitted(designs, laws, np.ones((1, len(runs))), delta)[0]))
         if number < bootstrapped:
             draws = _refitted(designs, laws, weights, delta)
@@ -234,14 +234,14 @@ def _synthetic(
     runs: pd.DataFrame,
     losses: list[FloatArray],
     noise: Noise,
-    membership: FloatArray,
+    cells: Cells,
     generator: np.random.Generator,
 ) -> list[Design]:
     """Draw one table for each list of losses; all share the r = 1 runs of the first."""
     drawn = []
     for loss in losses:
         own = noise.run * generator.normal(size=len(runs))
-        shared = noise.cell * generator.normal(size=len(membership)) @ membership
+        shared = noise.cell * generator.normal(size=len(cells))[cells.of_run]
         drawn.append(loss + own + shared)
     unlooped = runs["r"].to_numpy() == 1
     drawn[-1][unlooped] = drawn[0][unlooped]

@@ -6,7 +6,7 @@ Symbols: N = N_once + N_rec parameters, r recurrences, D tokens. Arrays run over
 import numpy as np
 
 from .laws import FloatArray
-from .objective import Design, evaluate
+from .objective import Design, residuals
 
 _ONE_BUDGET = 0.01  # of log C: tokens are rounded to steps
 
@@ -79,17 +79,8 @@ def _distinct(values: FloatArray) -> FloatArray:
 def _rank(design: Design, phi: float | None) -> int:
     """Rank of the predictions' derivatives at typical parameters, columns scaled to length 1."""
     e = float(np.mean(design.log_loss)) - 0.7
-    theta = np.array([[e - 0.7, e - 0.7, e, 0.3, 0.35, 0.5 if phi is None else phi]])
-    rows = np.repeat(theta, design.n, axis=0)
-    # One run at a time with a residual of 1 inside a wide δ: the gradient is then ∇prediction.
-    level = np.exp(design.log_r * theta[0, 5]) * design.rec + design.once
-    prediction = np.log(
-        np.exp(theta[0, 0]) * level**-0.3 + np.exp(theta[0, 1] - 0.35 * design.log_d) + np.exp(e)
-    )
-    probe = Design(**{**design.__dict__, "log_loss": prediction - 1.0})
-    jacobian = evaluate(
-        probe, rows, np.eye(design.n), 10.0, np.zeros(design.n, dtype=bool)
-    ).gradient
+    theta = np.array([e - 0.7, e - 0.7, e, 0.3, 0.35, 0.5 if phi is None else phi])
+    _, jacobian = residuals(design, theta)
     free = jacobian[:, : 6 if phi is None else 5]
     lengths = np.linalg.norm(free, axis=0)
     if np.any(lengths == 0):

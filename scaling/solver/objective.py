@@ -6,7 +6,7 @@ share of the shared block. Shapes: R parameter rows, n runs. Source: Schwethelm 
 (arXiv:2604.21106), eq. 3 and 4.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +69,11 @@ class Design:
     def n(self) -> int:
         """Number of runs."""
         return len(self.log_loss)
+
+    def part(self, keep: NDArray[np.bool_] | NDArray[np.intp]) -> "Design":
+        """Only the runs at `keep`, centred as before."""
+        names = ("once", "rec", "log_r", "log_d", "log_loss", "log_c")
+        return replace(self, **{name: getattr(self, name)[keep] for name in names})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,23 +10,28 @@ Shapes: R rows solved at once (start × weights), n runs, G exponent triples.
 
 1. For fixed (α, β, φ) the law is linear in (E, A, B), and pred/L − 1 is the log residual to first
    order: weighted least squares gives amplitudes close to the optimum (`project`).
-2. Damped Newton takes all starts down at once (`newton`).
+2. Damped Newton takes all starts down at once (`newton`), in a large table on a few of its runs
+   first (`thin`).
 """
 
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .identify import refuse_unidentifiable
 from .laws import FloatArray, JointLaw
 from .newton import FIRST_DELTA, least_absolute, newton
 from .objective import NAMES, Design, evaluate
+from .thin import search_runs
 
 RANDOM_STARTS = 500
 GRID_STARTS = 12
 _EXPONENTS = (1e-3, 3.0)  # α and β
 _PHI = (-3.0, 3.0)  # the paper's start box
 _ZERO_E = 1e-4  # E below this share of the smallest loss counts as zero
+_POLISHED = 4  # ends on a large table's few runs that go on to all of them
+_AT_ONCE = 2e7  # weights of a large table's resamples: 160 MB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +39,9 @@ class Solution:
     """Best of all starts.
 
     objective: f at the optimum (sum over runs). n_at_best: starts that end within 1e-9 (relative)
-    of it. condition: condition number of the exact Hessian over the free parameters (logs centred).
-    at_bound: parameters that stopped on their bound (E: numerically zero).
+    of it; in a large table those whose end on its few runs (`thin`) leads there. condition:
+    condition number of the exact Hessian over the free parameters (logs centred). at_bound:
+    parameters that stopped on their bound (E: numerically zero).
     """
 
     law: JointLaw
@@ -70,20 +76,23 @@ def solve(
     refuse_unidentifiable(design, phi, where)
     w = np.ones((1, design.n)) if weights is None else np.asarray(weights, dtype=float)[None]
     lower, upper = bounds(design, phi)
+    search = search_runs(design, w)
     starts = np.concatenate(
         [
-            _random_starts(design, w, phi, n_starts, seed),
-            grid_starts(design, w, phi, GRID_STARTS)[0],
+            _random_starts(search.design, search.weights, phi, n_starts, seed),
+            grid_starts(search.design, search.weights, phi, GRID_STARTS)[0],
         ]
     )
-    everywhere = np.broadcast_to(w, (len(starts), design.n))
-    theta, f = newton(design, starts, everywhere, lower, upper, delta or FIRST_DELTA)
+    first = delta or FIRST_DELTA
+    everywhere = np.broadcast_to(search.weights, (len(starts), search.design.n))
+    theta, f, count = _ends(*newton(search.design, starts, everywhere, lower, upper, first))
+    if not search.whole:
+        theta, count = theta[:_POLISHED], count[:_POLISHED]
+        everywhere = np.broadcast_to(w, (len(theta), design.n))
+        theta, f = newton(design, theta, everywhere, lower, upper, first)
     if delta == 0:
-        _, met, place = np.unique(  # starts that met go on as one
-            np.round(np.log(f + 1e-300), 9), return_index=True, return_inverse=True
-        )
-        theta, f = least_absolute(design, theta[met], everywhere[met], lower, upper)
-        theta, f = theta[place], f[place]
+        everywhere = np.broadcast_to(w, (len(theta), design.n))
+        theta, f = least_absolute(design, theta, everywhere, lower, upper)
     best = int(np.argmin(f))
     scale = float(w.sum()) * (delta or 1.0)
     free = lower < upper
@@ -95,10 +104,19 @@ def solve(
         law=to_law(design, theta[best]),
         objective=float(f[best]),
         n_starts=len(starts),
-        n_at_best=int(np.sum(f <= f[best] * (1 + 1e-9) + 1e-13 * scale)),
+        n_at_best=int(count[f <= f[best] * (1 + 1e-9) + 1e-13 * scale].sum()),
         condition=float(np.linalg.cond(hessian[np.ix_(inside, inside)])),
         at_bound=tuple(name for name, hit in zip(NAMES, on_bound, strict=True) if hit),
     )
+
+
+def _ends(theta: FloatArray, f: FloatArray) -> tuple[FloatArray, FloatArray, NDArray[np.intp]]:
+    """Different ends [K, 6] of starts [R, 6], lowest f first, and how many starts met in each [K]."""
+    order = np.argsort(f, kind="stable")
+    _, lowest, count = np.unique(
+        np.round(np.log(f[order] + 1e-300), 9), return_index=True, return_counts=True
+    )
+    return theta[order[lowest]], f[order[lowest]], count
 
 
 def _curvature(design: Design, theta: FloatArray, weights: FloatArray, delta: float) -> FloatArray:
@@ -122,16 +140,27 @@ def solve_resamples(
     parameters θ [R, 6] in the design's centred logs (`to_law` converts) and the objectives [R].
     """
     lower, upper = bounds(design, phi)
+    first = delta or FIRST_DELTA
+    search = search_runs(design, weights)
     rows = len(weights)
     warm = np.broadcast_to(from_law(design, start), (rows, 1, len(NAMES)))
-    starts = np.concatenate([grid_starts(design, weights, phi, 2), warm], axis=1)  # [R, 3, 6]
+    cells = grid_starts(search.design, search.weights, phi, 2)
+    starts = np.concatenate([cells, warm], axis=1)  # [R, 3, 6]
     tries = starts.shape[1]
-    theta, each = starts.reshape(rows * tries, -1), np.repeat(weights, tries, axis=0)
-    theta, f = newton(design, theta, each, lower, upper, delta or FIRST_DELTA)
-    if delta == 0:
+    theta, each = starts.reshape(rows * tries, -1), np.repeat(search.weights, tries, axis=0)
+    theta, f = newton(search.design, theta, each, lower, upper, first)
+    if search.whole and delta == 0:
         theta, f = least_absolute(design, theta, each, lower, upper)
     best = np.argmin(f.reshape(rows, tries), axis=1) + tries * np.arange(rows)
-    return theta[best], f[best]
+    theta, f = theta[best], f[best]
+    if search.whole:
+        return theta, f
+    at_once = max(1, int(_AT_ONCE // design.n))
+    for part in (slice(at, at + at_once) for at in range(0, rows, at_once)):
+        theta[part], f[part] = newton(design, theta[part], weights[part], lower, upper, first)
+        if delta == 0:
+            theta[part], f[part] = least_absolute(design, theta[part], weights[part], lower, upper)
+    return theta, f
 
 
 def bounds(design: Design, phi: float | None) -> tuple[FloatArray, FloatArray]:

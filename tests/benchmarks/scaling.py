@@ -33,7 +33,7 @@ from scipy.special import huber, logsumexp
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the checkout, installed or not
 
 from scaling import RunTable, fit_chinchilla, fit_joint
-from scaling.fits.bootstrap import cell_membership, draw_cells
+from scaling.fits.cells import cells_of, draw_cells
 from scaling.solver.solve import solve, solve_resamples
 
 DELTA, STARTS, RESAMPLES = 1e-3, 500, 200
@@ -149,7 +149,8 @@ def resample(rounds: int) -> dict[str, Any]:
     """Time 200 block resamples, then fit each with 500 starts of its own."""
     table = RunTable.read(PAPER, split="regression")
     fit = fit_joint(table)
-    weights, _ = draw_cells(fit.runs, cell_membership(fit.runs), RESAMPLES, 0)
+    cells = cells_of(fit.runs)
+    weights = cells.weights(draw_cells(cells, RESAMPLES, 0)[0])
     seconds = float("inf")
     for _ in range(rounds):
         start = time.process_time()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import scaling
-from scaling.fits.bootstrap import cell_membership, draw_cells
+from scaling.fits.cells import cells_of, draw_cells
 
 
 def test_interval_of_the_paper_runs(paper_analysis):
@@ -27,12 +27,12 @@ def test_same_seed_same_draws_other_seed_other_draws(paper_analysis):
 def test_runs_of_one_cell_always_count_equally(make_grid, known_law):
     """Seeds of one setting and all widths of a (budget, r) pair are drawn together."""
     fit = scaling.fit_joint(make_grid(known_law, seeds=2, noise=0.01), n_starts=20)
-    membership = cell_membership(fit.runs)
-    assert membership.shape == (9, 54)
-    np.testing.assert_array_equal(membership.sum(axis=0), 1)
-    weights, _ = draw_cells(fit.runs, membership, 30, seed=0)
-    for cell in membership.astype(bool):
-        assert np.all(weights[:, cell] == weights[:, cell][:, :1])
+    cells = cells_of(fit.runs)
+    assert len(cells) == 9
+    weights = cells.weights(draw_cells(cells, 30, seed=0)[0])
+    assert weights.shape == (30, 54)
+    for _, cell in fit.runs.groupby(["budget_flops", "r"]):
+        assert np.all(weights[:, cell.index] == weights[:, cell.index[:1]])
     np.testing.assert_array_equal(
         weights.sum(axis=1), 9 * 6
     )  # cells drawn with replacement, six runs each
@@ -42,9 +42,10 @@ def test_resamples_that_lose_an_r_or_a_budget_are_drawn_again_and_counted(make_g
     fit = scaling.fit_joint(
         make_grid(known_law, budgets=(1e14, 1e15), rs=(1, 4), noise=0.005), n_starts=20
     )
-    weights, redrawn = draw_cells(fit.runs, cell_membership(fit.runs), 100, seed=0)
+    cells = cells_of(fit.runs)
+    counts, redrawn = draw_cells(cells, 100, seed=0)
     assert redrawn > 0
-    for row in weights:
+    for row in cells.weights(counts):
         present = fit.runs[row > 0]
         assert present["r"].nunique() == 2 and present["budget_flops"].nunique() == 2
 
