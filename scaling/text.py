@@ -36,6 +36,15 @@ def criterion(delta: float) -> str:
     return f"{kind} on log loss"
 
 
+def unit_of(loss_unit: str) -> str:
+    """Say what the losses are given in, and what they were converted from.
+
+    >>> unit_of("nats"), unit_of("bits")
+    ('nats per token', 'nats per token (converted from bits)')
+    """
+    return "nats per token" + (f" (converted from {loss_unit})" if loss_unit != "nats" else "")
+
+
 def count(value: float) -> str:
     """Shorten a parameter or token count to four digits, e.g. "67.77 M".
 

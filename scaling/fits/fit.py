@@ -39,7 +39,8 @@ class Fit(Record):
     n_left_out: other runs by status. r2, rmse: in nats on loss. objective: sum of Huber terms of
     the log residuals (delta = 0: of their sizes). n_at_best: starts that reached the optimum.
     condition: of the Hessian over the free parameters (delta = 0: of the squared residuals').
-    at_bound: names of parameters that stopped on a bound. runs: the table's runs
+    at_bound: names of parameters that stopped on a bound. loss_unit: nats or bits, what the losses
+    were converted from. runs: the table's runs
     (`table.RunTable.runs`) with predicted and residual.
     """
 
@@ -57,6 +58,7 @@ class Fit(Record):
     condition: float
     at_bound: tuple[str, ...]
     source: str
+    loss_unit: str
     runs: pd.DataFrame = field(repr=False)
 
     @property
@@ -68,6 +70,7 @@ class Fit(Record):
             loss=self.loss,
             source=self.source,
             n_left_out=self.n_left_out,
+            loss_unit=self.loss_unit,
         )
 
 
@@ -172,6 +175,7 @@ def _described(
         "condition": solution.condition,
         "at_bound": solution.at_bound,
         "source": table.source,
+        "loss_unit": table.loss_unit,
         "runs": runs,
     }
 

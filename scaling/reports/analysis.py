@@ -23,6 +23,7 @@ from ..runs.split import SPLITS
 from ..runs.table import RunTable, as_table
 
 WIDE_INTERVAL = 0.3  # width of the interval of φ above which the report warns
+OFF_BUDGET = 0.2  # of compute spent against compute planned
 FEW_CELLS = 10
 _RESTRICTED_STARTS = 200
 
@@ -93,6 +94,7 @@ def analyse(
         gaps=gaps,
         warnings=(
             *_fit_warnings(fit),
+            *_compute_warnings(fit.runs),
             *refusals,
             *_interval_warnings(fit, interval),
             *_seed_warnings(seeds, gaps),
@@ -141,6 +143,23 @@ def _fit_warnings(fit: JointFit) -> list[str]:
             "differs between r."
         )
     return out + loose_warnings(fit)
+
+
+def _compute_warnings(runs: pd.DataFrame) -> list[str]:
+    """Name the run whose tokens and FLOPs per token are furthest from its budget."""
+    if not {"budget_flops", "train_flops_per_token"} <= set(runs):
+        return []
+    ratio = runs["tokens"] * runs["train_flops_per_token"] / runs["budget_flops"]
+    off = pd.Series(np.abs(np.log(ratio)), index=runs.index)
+    n_off = int((off > np.log1p(OFF_BUDGET)).sum())
+    if n_off == 0:
+        return []
+    worst = off.idxmax()
+    return [
+        f"{n_off} {'run spends' if n_off == 1 else 'runs spend'} more than {OFF_BUDGET:.0%} off budget: "
+        f"tokens × train_flops_per_token of run {runs['run_id'][worst]} is {ratio[worst]:.3g} × its "
+        "budget_flops. Check these three columns."
+    ]
 
 
 def _interval_warnings(fit: JointFit, interval: PhiInterval) -> list[str]:

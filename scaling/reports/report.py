@@ -9,7 +9,7 @@ from ..fits.fit import ChinchillaFit, Fit
 from ..fits.looseness import loose_warnings
 from ..fits.profile import PhiProfile
 from ..runs.split import SPLITS
-from ..text import NONE, bullets, count, criterion, markdown_table, wrap
+from ..text import NONE, bullets, count, criterion, markdown_table, unit_of, wrap
 from .analysis import Analysis
 
 
@@ -35,7 +35,7 @@ def render_chinchilla(fit: ChinchillaFit) -> str:
         "",
         f"L = {law.E:.5f} + {law.A:.6g}·N^−{law.alpha:.6f} + {law.B:.6g}·D^−{law.beta:.6f}, N = n_once + n_rec",
         "",
-        f"Table:  {fit.source}, column {fit.loss} in nats per token",
+        f"Table:  {fit.source}, column {fit.loss} in {unit_of(fit.loss_unit)}",
         f"Runs:   {fit.n_runs} finished, left out: {left_out}",
         f"Fit:    {criterion(fit.delta)}, objective {fit.objective:.10e}, reached by "
         f"{fit.n_at_best} of {fit.n_starts} starts",
@@ -83,7 +83,7 @@ def _headline(analysis: Analysis) -> str:
             "",
             wrap(says),
             "",
-            f"Table:  {fit.source}, column {fit.loss} in nats per token",
+            f"Table:  {fit.source}, column {fit.loss} in {unit_of(fit.loss_unit)}",
             f"Runs:   {fit.n_runs} finished, {left_out} left out"
             + (f" ({others})" if others else ""),
             wrap(f"Split:  {fit.split}: {SPLITS[fit.split]}", indent="        "),

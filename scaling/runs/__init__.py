@@ -3,17 +3,9 @@
 What `training` and `model_cards` take from `scaling` is here alone.
 """
 
-from .checks import status_of
-from .files import (
-    SCHEMA_VERSION,
-    collect_runs,
-    is_finished,
-    left_out,
-    prepare,
-    read_raw,
-    read_table,
-    write_table,
-)
+from .checks import is_finished, left_out, status_of
+from .files import SCHEMA_VERSION, collect_runs, prepare, read_table
+from .formats import read_raw, write_table
 
 __all__ = [
     "SCHEMA_VERSION",

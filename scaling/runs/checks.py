@@ -1,248 +1,203 @@
 """What a run table must hold before anything is fitted.
 
-Every refusal names file, row, column, value, rule and remedy. Only finished runs need a valid
-loss: running, failed and diverged rows are left out of fits and counted.
+Every refusal names file, row, column, value, rule and remedy. Only finished runs need valid
+numbers: running, failed and diverged rows are left out of fits and counted.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-# column → (may be zero, must be whole); the first five of a fit, the rest only where present
-_COUNTS = {
-    "recurrences": (False, True),
-    "n_once": (True, False),
-    "n_rec": (True, False),
-    "tokens": (False, False),
-}
-_OPTIONAL = {
-    "n_injection": (True, False),
-    "budget_flops": (False, False),
-    "hidden_size": (False, True),
-    "shared_depth": (False, False),
-    "train_flops_per_token": (False, False),
-    "vocab_size": (False, True),
-}
+from ..solver.laws import FloatArray
+from .numbers import RULES, absent, refuse_bad_numbers
+
 _STATUSES = ("running", "finished", "failed", "diverged")
+_ONE_BUDGET = 0.01  # budgets nearer than this (relative) are taken for one, rounded differently
+_SAME_RUN = (
+    "variant", "seed", "budget_flops", "hidden_size", "recurrences", "n_once", "n_rec", "tokens",
+)  # fmt: skip
+_VARIANT = ("variant", "injection", "backprop_recurrences")
 
 
 def refuse_bad_runs(frame: pd.DataFrame, *, loss: str = "val_loss") -> None:
     """Raise ValueError at the first thing that makes the table unfit for fits of column `loss`.
 
-    Checked: needed columns, at least one finished run, schema version, status names, unique run_id,
-    numbers (finite, positive, whole where counts) and losses of finished runs, losses above
-    log(vocab_size), duplicate runs, one validation set, one training recipe, one variant per r.
+    Checked: needed columns, names that occur twice, at least one finished run, schema version,
+    status names, unique run_id, numbers of finished runs (`numbers.RULES`), losses above
+    log(vocab_size), duplicate runs, budgets that differ by rounding, one validation set, one
+    training recipe, one variant per r.
     """
     source = str(frame.attrs.get("source", "the run table"))
-    missing = [name for name in ("run_id", *_COUNTS, loss) if name not in frame]
-    if missing:
-        raise ValueError(
-            f"{source}: column {missing[0]} is missing (needed: run_id, {', '.join(_COUNTS)}, "
-            f"{loss}; found: "
-            f"{', '.join(str(name) for name in frame.columns) or 'none'}). Add it, or rename the "
-            "column that holds it."
-        )
+    needed = [name for name, rule in RULES.items() if not rule.optional]
+    _refuse_bad_columns(source, frame, needed, loss)
     if frame.empty:
         raise ValueError(f"{source}: the table has no rows. Write one row a run.")
-    rows = [
-        dict(zip(frame.columns, values, strict=True))
-        for values in frame.itertuples(index=False, name=None)
-    ]
-    _refuse_bad_labels(source, rows)
-    finished = [
-        (number, row) for number, row in enumerate(rows, start=1) if status_of(row) == "finished"
-    ]
-    if not finished:
+    runs = frame.reset_index(drop=True)
+    _refuse_bad_labels(source, runs)
+    finished = is_finished(runs)
+    if not finished.any():
         raise ValueError(
-            f"{source}: none of its {len(rows)} runs is finished. Wait for the runs, or run them "
+            f"{source}: none of its {len(runs)} runs is finished. Wait for the runs, or run them "
             "again."
         )
-    for number, row in finished:
-        _refuse_bad_numbers(source, number, row, loss)
-    _refuse_duplicates(source, finished, loss)
-    _refuse_mixed_validation(source, finished, loss)
-    _refuse_mixed_recipes(source, finished)
+    runs = runs[finished]
+    places = source + ", row " + (runs.index + 1).astype(str).to_series(index=runs.index)
+    places += " (run " + runs["run_id"].astype(str) + ")"
+    numbers = refuse_bad_numbers(runs, places, loss)
+    _refuse_duplicates(runs, places, loss)
+    if "budget_flops" in numbers:
+        _refuse_rounded_budgets(source, runs, numbers["budget_flops"])
+    if loss == "val_loss":
+        _refuse_mixed_validation(runs, places)
+    _refuse_mixed_recipes(source, runs)
 
 
 def status_of(row: Mapping[str, Any]) -> str:
     """Status of a row; missing or empty means finished."""
     value = row.get("status")
-    text = "" if _absent(value) else str(value).strip().lower()
+    text = "" if absent(value) else str(value).strip().lower()
     return text or "finished"
 
 
-def _absent(value: Any) -> bool:
-    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
+def is_finished(frame: pd.DataFrame) -> "pd.Series[bool]":
+    """Mark the runs that a fit may use: status finished or missing."""
+    return _statuses(frame) == "finished"
 
 
-def _place(source: str, number: int, row: Mapping[str, Any]) -> str:
-    return f"{source}, row {number} (run {row['run_id']})"
+def left_out(frame: pd.DataFrame) -> dict[str, int]:
+    """How many runs of each other status (running, failed, diverged) a fit leaves out."""
+    counts = _statuses(frame)[lambda status: status != "finished"].value_counts()
+    return {str(status): int(count) for status, count in sorted(counts.items())}
 
 
-def _refuse_bad_labels(source: str, rows: list[dict[str, Any]]) -> None:
-    seen: dict[str, int] = {}
-    for number, row in enumerate(rows, start=1):
-        if _absent(row["run_id"]) or not str(row["run_id"]).strip():
-            raise ValueError(
-                f"{source}, row {number}: run_id is empty. Give every run its own name."
-            )
-        run_id = str(row["run_id"])
-        if run_id in seen:
-            raise ValueError(
-                f"{_place(source, number, row)}: run_id was already used in row {seen[run_id]}. "
-                "Every run needs its own run_id; remove the repeated row or rename it."
-            )
-        seen[run_id] = number
-        if status_of(row) not in _STATUSES:
-            raise ValueError(
-                f"{_place(source, number, row)}: status is {row['status']!r}, but must be one of "
-                f"{', '.join(_STATUSES)} "
-                "(empty means finished). Correct it."
-            )
-        version = row.get("schema_version")
-        if not _absent(version) and str(version) not in ("1", "1.0"):
-            raise ValueError(
-                f"{_place(source, number, row)}: schema_version is {version}, but this package "
-                "reads version 1. "
-                "Update the package, or write the table again with it."
-            )
+def _statuses(frame: pd.DataFrame) -> "pd.Series[str]":
+    if "status" not in frame:
+        return pd.Series("finished", index=frame.index)
+    text = frame["status"].astype(object).where(frame["status"].notna(), "")
+    text = text.astype(str).str.strip().str.lower()
+    return text.where(text != "", "finished")
 
 
-def _refuse_bad_numbers(source: str, number: int, row: Mapping[str, Any], loss: str) -> None:
-    place, drop = _place(source, number, row), f"to leave the run out: --drop {row['run_id']}"
-    for column, (zero, whole) in {**_COUNTS, **_OPTIONAL, loss: (False, False)}.items():
-        if column in _OPTIONAL and (column not in row or _absent(row[column])):
-            continue
-        value = row[column]
-        if _absent(value):
-            raise ValueError(
-                f"{place}: {column} is missing (NaN), but every finished run needs it. Fill it in; "
-                f"{drop}."
-            )
-        if isinstance(value, str | bool | np.bool_) or not isinstance(
-            value, int | float | np.number
-        ):
-            number_or_not = _as_number(value)
-            if number_or_not is None:
-                raise ValueError(
-                    f"{place}: {column} is {value!r}, which is not a number. Correct it; {drop}."
-                )
-            value = number_or_not
-        if not math.isfinite(value):
-            raise ValueError(
-                f"{place}: {column} is {value}, but must be finite. Correct it; {drop}."
-            )
-        if value < 0 or (value == 0 and not zero):
-            rule = "at least 0" if zero else "positive"
-            raise ValueError(
-                f"{place}: {column} is {value:g}, but must be {rule}. Correct it; {drop}."
-            )
-        if whole and value != int(value):
-            raise ValueError(
-                f"{place}: {column} is {value:g}, but must be a whole number. Correct it; {drop}."
-            )
-    if float(row["n_once"]) + float(row["n_rec"]) <= 0:
+def _refuse_bad_columns(source: str, frame: pd.DataFrame, needed: list[str], loss: str) -> None:
+    missing = [name for name in ("run_id", *needed, loss) if name not in frame]
+    if missing:
         raise ValueError(
-            f"{place}: n_once + n_rec is 0, but a model has parameters. Correct them; {drop}."
+            f"{source}: column {missing[0]} is missing (needed: run_id, {', '.join(needed)}, "
+            f"{loss}; found: "
+            f"{', '.join(str(name) for name in frame.columns) or 'none'}). Add it, or rename the "
+            "column that holds it."
         )
-    injection = row.get("n_injection")
-    if not _absent(injection) and float(injection) > float(row["n_rec"]):  # type: ignore[arg-type]
+    twice = frame.columns[frame.columns.duplicated()]
+    if len(twice):
         raise ValueError(
-            f"{place}: n_injection is {float(injection):g}, above n_rec = {float(row['n_rec']):g}, "  # type: ignore[arg-type]
-            f"but n_rec includes the injection. Add it to n_rec; {drop}."
+            f"{source}: column {twice[0]} is there twice. Keep the one that holds the values."
         )
-    vocabulary = row.get("vocab_size")
-    if loss == "val_loss" and not _absent(vocabulary):
-        ceiling = math.log(float(vocabulary))  # type: ignore[arg-type]
-        if float(row[loss]) > ceiling:
+
+
+def _refuse_bad_labels(source: str, runs: pd.DataFrame) -> None:
+    names = runs["run_id"].astype(str)
+    empty = np.flatnonzero(runs["run_id"].isna() | (names.str.strip() == ""))
+    if len(empty):
+        raise ValueError(
+            f"{source}, row {empty[0] + 1}: run_id is empty. Give every run its own name."
+        )
+
+    def place(row: int) -> str:
+        return f"{source}, row {row + 1} (run {names[row]})"
+
+    repeated = np.flatnonzero(names.duplicated())
+    if len(repeated):
+        row = repeated[0]
+        raise ValueError(
+            f"{place(row)}: run_id was already used in row {np.flatnonzero(names == names[row])[0] + 1}. "
+            "Every run needs its own run_id; remove the repeated row or rename it."
+        )
+    unknown = np.flatnonzero(~_statuses(runs).isin(_STATUSES))
+    if len(unknown):
+        raise ValueError(
+            f"{place(unknown[0])}: status is {runs['status'][unknown[0]]!r}, but must be one of "
+            f"{', '.join(_STATUSES)} (empty means finished). Correct it."
+        )
+    if "schema_version" in runs:
+        versions = runs["schema_version"]
+        other = np.flatnonzero(versions.notna() & ~versions.astype(str).isin(["1", "1.0"]))
+        if len(other):
             raise ValueError(
-                f"{place}: {loss} is {float(row[loss]):.3g} nats, above log(vocab_size) = "
-                f"{ceiling:.3g}. "
-                f"Losses are nats per token (--loss-unit bits converts); {drop}."
+                f"{place(other[0])}: schema_version is {versions[other[0]]}, but this package "
+                "reads version 1. Update the package, or write the table again with it."
             )
 
 
-def _as_number(value: Any) -> float | None:
-    """Read a number that was written as text, as in a column that a stray word turned into text."""
-    if isinstance(value, bool | np.bool_):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
+def _refuse_duplicates(runs: pd.DataFrame, places: pd.Series, loss: str) -> None:
+    keys = [name for name in (*_SAME_RUN, loss) if name in runs]
+    settings = runs[keys].astype({name: str for name in keys if runs[name].dtype == object})
+    repeated = np.flatnonzero(settings.duplicated())
+    if len(repeated):
+        row = repeated[0]
+        same = runs.groupby(keys, dropna=False, sort=False).ngroup().to_numpy()
+        first = runs.index[np.flatnonzero(same == same[row])[0]]
+        raise ValueError(
+            f"{places.iloc[row]}: the same run as row {first + 1} under another run_id (equal "
+            f"variant, seed, budget, sizes, tokens and {loss}). A run must count once: --drop "
+            f"{runs['run_id'].iloc[row]} leaves it out; repeats with other seeds need their seed column."
+        )
 
 
-def _refuse_duplicates(source: str, finished: list[tuple[int, dict[str, Any]]], loss: str) -> None:
-    keys = (
-        "variant",
-        "seed",
-        "budget_flops",
-        "hidden_size",
-        "recurrences",
-        "n_once",
-        "n_rec",
-        "tokens",
-        loss,
-    )
-    seen: dict[tuple[str, ...], int] = {}
-    for number, row in finished:
-        key = tuple(str(row.get(name)) for name in keys)
-        if key in seen:
-            raise ValueError(
-                f"{_place(source, number, row)}: the same run as row {seen[key]} under another "
-                "run_id (equal variant, seed, "
-                f"budget, sizes, tokens and {loss}). A run must count once: --drop {row['run_id']} "
-                "leaves it out; "
-                "repeats with other seeds need their seed column."
-            )
-        seen[key] = number
+def _refuse_rounded_budgets(source: str, runs: pd.DataFrame, budgets: FloatArray) -> None:
+    """Refuse budgets that are one but for rounding: the (budget, r) cells would hold a run each."""
+    different = np.unique(budgets[~np.isnan(budgets)])
+    near = np.flatnonzero(different[1:] < different[:-1] * (1 + _ONE_BUDGET))
+    if len(near):
+        low, high = different[near[0]], different[near[0] + 1]
+        first, second = (
+            runs["run_id"].iloc[int(np.argmax(budgets == value))] for value in (low, high)
+        )
+        raise ValueError(
+            f"{source}: budget_flops is {low!r} for run {first} and {high!r} for run {second}, which "
+            f"differ by less than {_ONE_BUDGET:.0%}, but runs of one budget must carry the same number: "
+            "resampling and iso-FLOPs minima go by it. Write the planned budget for all of them."
+        )
 
 
-def _refuse_mixed_validation(
-    source: str, finished: list[tuple[int, dict[str, Any]]], loss: str
-) -> None:
-    if loss != "val_loss":
+def _refuse_mixed_validation(runs: pd.DataFrame, places: pd.Series) -> None:
+    if "val_fingerprint" not in runs:
         return
-    first: tuple[int, str] | None = None
-    for number, row in finished:
-        value = row.get("val_fingerprint")
-        if _absent(value) or not str(value):
-            continue
-        if first is None:
-            first = (number, str(value))
-        elif str(value) != first[1]:
-            raise ValueError(
-                f"{_place(source, number, row)}: val_fingerprint is {value}, but row {first[0]} "
-                f"has {first[1]}: the losses "
-                "were measured on different validation sets and cannot be compared. Evaluate all "
-                "runs on one set."
-            )
-
-
-def _refuse_mixed_recipes(source: str, finished: list[tuple[int, dict[str, Any]]]) -> None:
-    """Refuse runs that differ in more than the law knows of: another recipe, or two variants at one r."""
-    recipes: dict[str, str] = {}
-    variants: dict[str, dict[str, str]] = {}
-    for _, row in finished:
-        recipe = row.get("recipe_sha256")
-        if isinstance(recipe, str):
-            recipes.setdefault(recipe, str(row["run_id"]))
-        names = ("variant", "injection", "backprop_recurrences")
-        described = ", ".join(f"{name} {row[name]}" for name in names if not _absent(row.get(name)))
-        variants.setdefault(str(row["recurrences"]), {}).setdefault(described, str(row["run_id"]))
-    if len(recipes) > 1:
+    known = runs["val_fingerprint"].dropna().astype(str)
+    known = known[known != ""]
+    other = known.index[known != known.iloc[0]] if len(known) else known.index
+    if len(other):
         raise ValueError(
-            f"{source}: its runs were trained with {len(recipes)} recipes (recipe_sha256; for "
-            f"example {' and '.join(list(recipes.values())[:2])} differ in data, batch or rates). "
-            "One law describes one recipe: --drop the others, or keep them in a table of their own."
+            f"{places[other[0]]}: val_fingerprint is {known[other[0]]}, but row {known.index[0] + 1} "
+            f"has {known.iloc[0]}: the losses were measured on different validation sets and cannot "
+            "be compared. Evaluate all runs on one set."
         )
-    for r, found in variants.items():
-        if len(found) > 1:
+
+
+def _refuse_mixed_recipes(source: str, runs: pd.DataFrame) -> None:
+    """Refuse runs that differ in more than the law knows of: another recipe, or two variants at one r."""
+    if "recipe_sha256" in runs:
+        recipes = runs[runs["recipe_sha256"].notna()].drop_duplicates("recipe_sha256")
+        if len(recipes) > 1:
             raise ValueError(
-                f"{source}: r = {r} has runs of {len(found)} variants ({'; '.join(found)}; for example "
-                f"{' and '.join(list(found.values())[:2])}). One φ describes one variant: choose it with "
-                "--variant NAME, or --drop the others."
+                f"{source}: its runs were trained with {len(recipes)} recipes (recipe_sha256; for "
+                f"example {' and '.join(recipes['run_id'].astype(str)[:2])} differ in data, batch or "
+                "rates). One law describes one recipe: --drop the others, or keep them in a table of "
+                "their own."
+            )
+    names = [name for name in _VARIANT if name in runs]
+    if not names:
+        return
+    each = runs[["recurrences", *names, "run_id"]].drop_duplicates(["recurrences", *names])
+    for r, found in each.groupby("recurrences", sort=False):
+        if len(found) > 1:
+            described = "; ".join(
+                ", ".join(f"{name} {row[name]}" for name in names if not absent(row[name]))
+                for _, row in found.iterrows()
+            )
+            raise ValueError(
+                f"{source}: r = {r} has runs of {len(found)} variants ({described}; for example "
+                f"{' and '.join(found['run_id'].astype(str)[:2])}). One φ describes one variant: choose "
+                "it with --variant NAME, or --drop the others."
             )

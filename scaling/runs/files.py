@@ -1,4 +1,4 @@
-"""The run table: one row a run, read, collected from run directories, checked and written.
+"""The run table: one row a run, read, collected from run directories and checked.
 
 Columns needed by every fit: run_id, recurrences, n_once, n_rec (parameter counts), tokens and a
 loss in nats per token (val_loss). Further columns are used where present and pass through
@@ -9,7 +9,6 @@ finished.
 import json
 import math
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from typing import Any
 import pandas as pd
 
 from .checks import refuse_bad_runs
+from .formats import read_raw
 
 SCHEMA_VERSION = 1
 NEEDED = ("run_id", "recurrences", "n_once", "n_rec", "tokens")
 ORDER = ("budget_flops", "variant", "recurrences", "hidden_size", "seed", "run_id")
-_SUFFIXES = (".csv", ".jsonl", ".parquet")
 
 
 def read_table(
@@ -47,69 +46,6 @@ def read_table(
     return frame
 
 
-def read_raw(path: Path) -> pd.DataFrame:
-    """Read a table without checking its values.
-
-    The file's name goes to `frame.attrs["source"]` for messages.
-    """
-    if path.suffix.lower() not in _SUFFIXES:
-        raise ValueError(
-            f"{path}: the extension {path.suffix!r} is not one of {', '.join(_SUFFIXES)}. Rename "
-            "or convert."
-        )
-    if not path.is_file():
-        raise ValueError(
-            f"{path}: there is no such file. Give a run table or a directory of run directories."
-        )
-    if path.stat().st_size == 0:
-        raise ValueError(f"{path}: the file is empty. Write one header line and one row a run.")
-    frame = _read_jsonl(path) if path.suffix.lower() == ".jsonl" else _read_columns(path)
-    if "run_id" in frame:
-        frame["run_id"] = frame["run_id"].astype(object).where(frame["run_id"].notna(), None)
-    frame.attrs["source"] = str(path)
-    return frame
-
-
-def _read_columns(path: Path) -> pd.DataFrame:
-    try:
-        if path.suffix.lower() == ".parquet":
-            return pd.read_parquet(path)
-        return pd.read_csv(path, dtype={"run_id": "string"}, low_memory=False)
-    except ImportError as error:
-        raise ValueError(
-            f"{path}: Parquet needs pyarrow, which is not installed. Install it, or use CSV."
-        ) from error
-    except (ValueError, OSError) as error:  # the parsers raise ValueErrors
-        kind = path.suffix[1:].lower()
-        raise ValueError(
-            f"{path}: cannot be read as {kind} ({error}). Write the table again."
-        ) from error
-
-
-def _read_jsonl(path: Path) -> pd.DataFrame:
-    records = []
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error}). Write the table again.") from error
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}, line {number}: not JSON ({error}). One JSON object a line."
-            ) from error
-        if not isinstance(record, dict):
-            raise ValueError(
-                f"{path}, line {number}: {type(record).__name__}, not an object. One JSON object a "
-                "line."
-            )
-        records.append(record)
-    return pd.DataFrame.from_records(records)
-
-
 def prepare(
     frame: pd.DataFrame,
     *,
@@ -120,7 +56,7 @@ def prepare(
     """Convert losses to nats per token, leave out the runs in `drop`, keep one `variant`.
 
     A variant without runs of r = 1 keeps those of the other variants: unlooped runs have no loop to
-    vary. An unknown run_id or variant is refused.
+    vary. An unknown run_id or variant is refused. `loss_unit` goes to `frame.attrs`, for reports.
     """
     source = frame.attrs.get("source", "the run table")
     if loss_unit not in ("nats", "bits"):
@@ -136,6 +72,7 @@ def prepare(
         frame = frame[~frame["run_id"].astype(str).isin(list(drop))]
     frame = _of_variant(frame, variant, str(source)).copy()
     frame.attrs["source"] = source
+    frame.attrs["loss_unit"] = loss_unit
     if loss_unit == "bits":
         for column in [
             name for name in frame.columns if name == "val_loss" or str(name).startswith("loss/")
@@ -157,7 +94,8 @@ def _of_variant(frame: pd.DataFrame, variant: str | None, source: str) -> pd.Dat
             f"{source}: --variant is {variant!r}, but the table's variants are "
             f"{', '.join(known) or 'not named (no column variant)'}. Choose one of them."
         )
-    own, unlooped = frame["variant"].astype(str) == variant, frame["recurrences"] == 1
+    own = frame["variant"].astype(str) == variant
+    unlooped = frame["recurrences"] == 1 if "recurrences" in frame else ~own
     return frame[own if (own & unlooped).any() else own | unlooped]
 
 
@@ -218,61 +156,3 @@ def _order_key(record: dict[str, Any]) -> tuple[tuple[int, float, str], ...]:
         return (1, 0.0, str(value))
 
     return tuple(one(record.get(key)) for key in ORDER)
-
-
-def write_table(frame: pd.DataFrame, path: str | os.PathLike[str]) -> None:
-    """Write a run table as CSV, JSON lines or Parquet, by extension.
-
-    It is written beside its destination and moved over it: readers see the old file or the new
-    one, never half. Floats survive the round trip bit for bit.
-    """
-    path = Path(path)
-    suffix = path.suffix.lower()
-    if suffix not in _SUFFIXES:
-        raise ValueError(
-            f"{path}: the extension {path.suffix!r} is not one of {', '.join(_SUFFIXES)}."
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=suffix)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        if suffix == ".csv":
-            frame.to_csv(temporary, index=False)
-        elif suffix == ".jsonl":
-            temporary.write_text("".join(_json_lines(frame)), encoding="utf-8")
-        else:
-            frame.to_parquet(temporary, index=False)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _json_lines(frame: pd.DataFrame) -> list[str]:
-    lines = []
-    for record in frame.astype(object).where(frame.notna(), None).to_dict("records"):
-        plain = {
-            str(key): value.item() if hasattr(value, "item") else value
-            for key, value in record.items()
-        }
-        lines.append(json.dumps(plain, ensure_ascii=False) + "\n")
-    return lines
-
-
-def is_finished(frame: pd.DataFrame) -> "pd.Series[bool]":
-    """Mark the runs that a fit may use: status finished or missing."""
-    if "status" not in frame:
-        return pd.Series(True, index=frame.index)
-    status = frame["status"]
-    return (
-        status.isna() | (status.astype(str).str.strip().str.lower().isin(["finished", ""]))
-    ).astype(bool)
-
-
-def left_out(frame: pd.DataFrame) -> dict[str, int]:
-    """How many runs of each other status (running, failed, diverged) a fit leaves out."""
-    if "status" not in frame:
-        return {}
-    counts = frame.loc[~is_finished(frame), "status"].astype(str).value_counts()
-    return {str(status): int(count) for status, count in sorted(counts.items())}

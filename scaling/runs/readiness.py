@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from ..solver.identify import refuse_unidentifiable
-from .checks import refuse_bad_runs
-from .files import is_finished, left_out
+from .checks import is_finished, left_out, refuse_bad_runs
 from .seeds import seed_spread
 from .table import RunTable
 

@@ -13,8 +13,8 @@ import pandas as pd
 
 from ..solver.laws import FloatArray
 from ..solver.objective import Design
-from .checks import refuse_bad_runs
-from .files import is_finished, left_out, read_table
+from .checks import is_finished, left_out, refuse_bad_runs
+from .files import read_table
 from .split import split_parameters
 
 _FIRST = ("run_id", "r", "n_once", "n_rec", "n", "tokens", "loss")
@@ -26,7 +26,8 @@ class RunTable:
 
     runs: one row a run: run_id, r, n_once and n_rec (under the split), n (the model's own n_once +
     n_rec, whatever the split), tokens, loss (nats per token), then every further column of the
-    table. n_left_out: other runs by status. source: file name, for messages.
+    table. n_left_out: other runs by status. source: file name, for messages. loss_unit: nats or
+    bits, what the losses were converted from.
     """
 
     runs: pd.DataFrame = field(repr=False)
@@ -34,6 +35,7 @@ class RunTable:
     loss: str
     source: str
     n_left_out: dict[str, int]
+    loss_unit: str = "nats"
 
     @classmethod
     def of(cls, frame: pd.DataFrame, *, split: str = "text", loss: str = "val_loss") -> "RunTable":
@@ -65,6 +67,7 @@ class RunTable:
             loss=loss,
             source=str(frame.attrs.get("source", "the run table")),
             n_left_out=left_out(frame),
+            loss_unit=str(frame.attrs.get("loss_unit", "nats")),
         )
 
     @classmethod

@@ -70,7 +70,7 @@ class Design:
         """Number of runs."""
         return len(self.log_loss)
 
-    def part(self, keep: NDArray[np.bool_] | NDArray[np.intp]) -> "Design":
+    def part(self, keep: NDArray[np.bool_] | NDArray[np.intp] | slice) -> "Design":
         """Only the runs at `keep`, centred as before."""
         names = ("once", "rec", "log_r", "log_d", "log_loss", "log_c")
         return replace(self, **{name: getattr(self, name)[keep] for name in names})
@@ -122,6 +122,8 @@ def evaluate(
     with c_k = ∇z_k, g = Σ_k p_k·c_k = ∇LSE and ψ = w·Huber′; the others the majoriser Σ w·min(1,
     δ/|ρ|)·g·gᵀ, positive semidefinite.
     """
+    if design.n > _CHUNK:
+        return _over_blocks(design, theta, weights, delta, exact)
     rows = max(1, _CHUNK // design.n)
     parts = [slice(at, at + rows) for at in range(0, len(theta), rows)]
     done = [_evaluate(design, theta[p], weights[p], delta, exact[p]) for p in parts]
@@ -133,6 +135,28 @@ def evaluate(
         hessian=np.concatenate([one.hessian for one in done]),
         majoriser=np.concatenate([one.majoriser for one in done]),
     )
+
+
+def _over_blocks(
+    design: Design, theta: FloatArray, weights: FloatArray, delta: float, exact: NDArray[np.bool_]
+) -> Derivatives:
+    """Evaluate a large table block of runs by block, row by row, and add up."""
+    k = len(NAMES)
+    out = Derivatives(
+        f=np.zeros(len(theta)),
+        gradient=np.zeros((len(theta), k)),
+        hessian=np.zeros((len(theta), k, k)),
+        majoriser=np.zeros((len(theta), k)),
+    )
+    for block in (slice(at, at + _CHUNK) for at in range(0, design.n, _CHUNK)):
+        runs = design.part(block)
+        for row in (slice(at, at + 1) for at in range(len(theta))):
+            one = _evaluate(runs, theta[row], weights[row, block], delta, exact[row])
+            out.f[row] += one.f
+            out.gradient[row] += one.gradient
+            out.hessian[row] += one.hessian
+            out.majoriser[row] += one.majoriser
+    return out
 
 
 def residuals(design: Design, theta: FloatArray) -> tuple[FloatArray, FloatArray]:
