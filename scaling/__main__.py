@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from . import commands
 from .planning.plan import add_arguments as add_design_arguments
 from .planning.plan import run as run_design
+from .planning.plan import seed_number
 from .runs.split import SPLITS
 
 
@@ -131,7 +132,9 @@ def _fitted() -> argparse.ArgumentParser:
         default="text",
         help=f"what N_once and N_rec are. {meanings}",
     )
-    fitted.add_argument("--seed", type=int, default=0, help="seed of the bootstrap (default: 0)")
+    fitted.add_argument(
+        "--seed", type=seed_number, default=0, help="seed of the bootstrap (default: 0)"
+    )
     return fitted
 
 

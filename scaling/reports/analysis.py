@@ -149,15 +149,16 @@ def _compute_warnings(runs: pd.DataFrame) -> list[str]:
     """Name the run whose tokens and FLOPs per token are furthest from its budget."""
     if not {"budget_flops", "train_flops_per_token"} <= set(runs):
         return []
-    ratio = runs["tokens"] * runs["train_flops_per_token"] / runs["budget_flops"]
-    off = pd.Series(np.abs(np.log(ratio)), index=runs.index)
-    n_off = int((off > np.log1p(OFF_BUDGET)).sum())
+    spent, planned = runs["tokens"] * runs["train_flops_per_token"], runs["budget_flops"]
+    ratio = (spent / planned).to_numpy(dtype=float)
+    off = np.abs(np.log(ratio))
+    n_off = int(np.sum(off > np.log1p(OFF_BUDGET)))
     if n_off == 0:
         return []
-    worst = off.idxmax()
+    worst = int(np.nanargmax(off))
     return [
         f"{n_off} {'run spends' if n_off == 1 else 'runs spend'} more than {OFF_BUDGET:.0%} off budget: "
-        f"tokens × train_flops_per_token of run {runs['run_id'][worst]} is {ratio[worst]:.3g} × its "
+        f"tokens × train_flops_per_token of run {runs['run_id'].iloc[worst]} is {ratio[worst]:.3g} × its "
         "budget_flops. Check these three columns."
     ]
 
@@ -215,10 +216,7 @@ def _seed_warnings(seeds: SeedSpread | None, gaps: tuple[Gap, ...]) -> list[str]
 
 
 def as_json(analysis: Analysis) -> dict[str, Any]:
-    """Plain JSON values: phi.
-
-    Phi_ci, alpha, beta, E, A, B, r2, rmse, split, n_runs at the top, details below.
-    """
+    """Plain JSON values: phi, phi_ci, α, β, E, A, B, r2, rmse, split, n_runs at the top, details below."""
     fit, interval = analysis.fit, analysis.interval
     budgets = np.array(analysis.budgets())
     points = frontier(fit.law, analysis.architectures, budgets) if len(budgets) else pd.DataFrame()
@@ -229,6 +227,7 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "split": fit.split,
         "split_meaning": SPLITS[fit.split],
         "loss": fit.loss,
+        "loss_unit": fit.loss_unit,
         "source": fit.source,
         "n_runs": fit.n_runs,
         "n_left_out": fit.n_left_out,

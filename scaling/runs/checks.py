@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from ..solver.laws import FloatArray
-from .numbers import RULES, absent, refuse_bad_numbers
+from .numbers import RULES, absent, refuse_bad_numbers, shown
 
 _STATUSES = ("running", "finished", "failed", "diverged")
 _ONE_BUDGET = 0.01  # budgets nearer than this (relative) are taken for one, rounded differently
@@ -117,7 +117,7 @@ def _refuse_bad_labels(source: str, runs: pd.DataFrame) -> None:
     unknown = np.flatnonzero(~_statuses(runs).isin(_STATUSES))
     if len(unknown):
         raise ValueError(
-            f"{place(unknown[0])}: status is {runs['status'][unknown[0]]!r}, but must be one of "
+            f"{place(unknown[0])}: status is {shown(runs['status'][unknown[0]])}, but must be one of "
             f"{', '.join(_STATUSES)} (empty means finished). Correct it."
         )
     if "schema_version" in runs:
@@ -155,7 +155,7 @@ def _refuse_rounded_budgets(source: str, runs: pd.DataFrame, budgets: FloatArray
             runs["run_id"].iloc[int(np.argmax(budgets == value))] for value in (low, high)
         )
         raise ValueError(
-            f"{source}: budget_flops is {low!r} for run {first} and {high!r} for run {second}, which "
+            f"{source}: budget_flops is {low} for run {first} and {high} for run {second}, which "
             f"differ by less than {_ONE_BUDGET:.0%}, but runs of one budget must carry the same number: "
             "resampling and iso-FLOPs minima go by it. Write the planned budget for all of them."
         )

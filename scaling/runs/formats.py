@@ -85,7 +85,9 @@ def _refuse_bad_header(path: Path) -> None:
                     f"{path}: its columns are separated by {name}, but must be by commas (with a point "
                     "in decimals). Write the table again."
                 )
-    _refuse_repeated([name.strip() for name in header], str(path))
+    names = [name.strip() for name in header]
+    if "run_id" in names:  # else the first line may hold values
+        _refuse_repeated(names, str(path))
     if len(first) > len(header):
         raise ValueError(
             f"{path}: the first run has {len(first)} fields, but the header names {len(header)} columns. "

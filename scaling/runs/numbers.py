@@ -75,6 +75,11 @@ def absent(value: Any) -> bool:
     return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
 
 
+def shown(value: Any) -> str:
+    """Write a cell as Python does, numpy's scalars as the plain values they are."""
+    return repr(value.item() if isinstance(value, np.generic) else value)
+
+
 def _floats(column: pd.Series) -> FloatArray:
     """Read a column as numbers, NaN where that isn't certain."""
     nothing = np.full(len(column), np.nan)
@@ -111,7 +116,7 @@ def _number(what: str, value: Any, rule: Rule, drop: str) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if math.isnan(number) or isinstance(value, pd.Timedelta | pd.Timestamp | np.ndarray):
-        raise ValueError(f"{what} is {value!r}, which is not a number. Correct it; {drop}.")
+        raise ValueError(f"{what} is {shown(value)}, which is not a number. Correct it; {drop}.")
     if not math.isfinite(number):
         raise ValueError(f"{what} is {number}, but must be finite. Correct it; {drop}.")
     if number < 0 or (number == 0 and not rule.zero):

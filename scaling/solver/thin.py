@@ -25,11 +25,12 @@ class Search:
     whole: bool
 
 
-def search_runs(design: Design, weights: FloatArray, most: int = MOST) -> Search:
-    """Take at most `most` runs, as many of every r as there are, evenly over N, then D.
+def search_runs(design: Design, weights: FloatArray, most: int | None = None) -> Search:
+    """Take at most `most` runs (default `MOST`), as many of every r as there are, evenly over N, then D.
 
     A run stands for others of its r: its weight is multiplied by how many. `weights` [R, n].
     """
+    most = MOST if most is None else most
     if design.n <= most:
         return Search(design=design, weights=weights, whole=True)
     _, group, count = np.unique(np.round(design.log_r, 9), return_inverse=True, return_counts=True)
