@@ -30,7 +30,7 @@ def test_every_command_is_understood(command):
 def test_every_command_of_the_program_is_there():
     names = {shlex.split(command)[3] for command in COMMANDS} | {"check"}
     usage = _parser().format_help()
-    assert names == set(re.findall(r"^ {4}([a-z]+) ", usage, flags=re.MULTILINE))
+    assert names == set(re.findall(r"^ {4}([a-z]+)(?: |$)", usage, flags=re.MULTILINE))
     assert "python -m scaling check" in README
 
 
