@@ -1,0 +1,1 @@
+"""Downstream evaluation of looped language models through lm-evaluation-harness."""

@@ -1,0 +1,109 @@
+"""Write each task's rows once, so that evaluation never touches the network.
+
+From the Hub, from a folder of `<task>.jsonl` (the CORE bundle's files have these names), or generated.
+`sources.json` beside them records where rows are from, their licence, number and fingerprint.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .rows import read_rows
+from .sources import rows_from_hub
+from .suite import TASKS, TaskInfo
+from .synthetic import SHA256, fingerprint, generated
+
+SOURCES = "sources.json"
+
+
+def prepare(
+    out: Path, tasks: Sequence[str], *, source: Path | None = None, partial: bool = False
+) -> dict[str, dict[str, Any]]:
+    """Write out/<task>.jsonl for every task that isn't there yet with the wanted rows.
+
+    `source` is a folder of <task>.jsonl; tasks that it lacks come from the Hub or are generated.
+    Fewer rows than the suite has are refused unless `partial`; results then say so. Returns what
+    sources.json says of these tasks. Raises ValueError naming task, file and remedy.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    known = read_sources(out)
+    made = generated()
+    for name in tasks:
+        rows, origin = _rows(TASKS[name], made, source)
+        _refuse_wrong_count(TASKS[name], rows, origin, partial)
+        _write(out / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        known[name] = {
+            "source": origin,
+            "licence": TASKS[name].licence,
+            "rows": len(rows),
+            "partial": len(rows) < TASKS[name].rows,
+            "sha256": fingerprint(rows),
+        }
+        _write(out / SOURCES, json.dumps(known, indent=1, ensure_ascii=False) + "\n")
+    return {name: known[name] for name in tasks}
+
+
+def read_sources(folder: Path) -> dict[str, dict[str, Any]]:
+    """Read what a data folder says of its tasks, nothing if it was not written by `prepare`."""
+    path = folder / SOURCES
+    if not path.is_file():
+        return {}
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _rows(
+    task: TaskInfo, made: dict[str, list[dict[str, Any]]], source: Path | None
+) -> tuple[list[dict[str, Any]], str]:
+    """Rows of a task and where they are from."""
+    if source is not None and (source / f"{task.name}.jsonl").is_file():
+        return read_rows(source / f"{task.name}.jsonl", task), f"{task.name}.jsonl"
+    if task.name in made:
+        rows = made[task.name]
+        assert fingerprint(rows) == SHA256[task.name]
+        return rows, "generated"
+    if task.hub is None:
+        raise ValueError(
+            f"looped_{task.name}: its rows are {task.name}.jsonl of the CORE bundle (DataComp-LM), which has "
+            "no place on the Hub. Give the folder that holds the file with --from DIR."
+        )
+    return _from_hub(task), "/".join(part for part in task.hub if part)
+
+
+def _from_hub(task: TaskInfo) -> list[dict[str, Any]]:
+    from datasets import load_dataset  # only here: slow to import
+
+    assert task.hub is not None
+    repository, config, split = task.hub
+    try:
+        return rows_from_hub(task.name, load_dataset(repository, config, split=split))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"looped_{task.name}: {repository} could not be loaded from the Hub "
+            f"({type(error).__name__}: {error}). Prepare it where there is a network, or give rows with --from DIR."
+        ) from error
+
+
+def _refuse_wrong_count(task: TaskInfo, rows: Sequence[Any], origin: str, partial: bool) -> None:
+    if len(rows) > task.rows or (len(rows) < task.rows and not partial):
+        remedy = (
+            "--partial accepts fewer and marks the results."
+            if len(rows) < task.rows
+            else "Another version of the data, perhaps."
+        )
+        raise ValueError(
+            f"looped_{task.name}: {len(rows)} rows from {origin}, but the suite has {task.rows}. {remedy}"
+        )
+    if len(rows) <= task.shots:
+        raise ValueError(
+            f"looped_{task.name}: {len(rows)} rows from {origin}, but {task.shots} shots are drawn from the others. "
+            "Give more rows."
+        )
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
