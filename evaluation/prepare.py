@@ -33,7 +33,10 @@ def prepare(
     for name in tasks:
         rows, origin = _rows(TASKS[name], made, source)
         _refuse_wrong_count(TASKS[name], rows, origin, partial)
-        _write(out / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        _write(
+            out / f"{name}.jsonl",
+            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
+        )
         known[name] = {
             "source": origin,
             "licence": TASKS[name].licence,

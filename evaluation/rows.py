@@ -86,5 +86,7 @@ def _text(row: Row, name: str, place: str) -> str:
 def _answer(row: Row, name: str, place: str) -> str:
     value = _text(row, name, place).lstrip()
     if not value:
-        raise ValueError(f"{place}: {name} is empty, so that nothing could be scored. Leave the row out.")
+        raise ValueError(
+            f"{place}: {name} is empty, so that nothing could be scored. Leave the row out."
+        )
     return value

@@ -65,7 +65,9 @@ def _assignment(generator: random.Random, name: str) -> Row:
     query = generator.choice(letters[5:] if deep else letters)
     answer = values[aliases.get(query, query)]
     between = " = " if code else "="
-    lines = "\n".join(f"{left}{between}{right}" for left, right in (*values.items(), *aliases.items()))
+    lines = "\n".join(
+        f"{left}{between}{right}" for left, right in (*values.items(), *aliases.items())
+    )
     if code:
         context = f"{_CODE}\nProgram:\n{lines}\n\nQuestion:\nWhat is the value of {query}?\nAnswer:"
     else:

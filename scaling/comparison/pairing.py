@@ -39,10 +39,13 @@ class Pair:
 
     @property
     def identical(self) -> bool:
-        """Whether both tables hold the same runs, whatever their names and order."""
-        names = ["budget_flops", "r", "n_once", "n_rec", "tokens", "loss"]
-        one, other = self.baseline.runs[names], self.variant.runs[names]
-        return len(one) == len(other) and bool(np.all(one.to_numpy() == other.to_numpy()))
+        """Whether every run of the variant is one of the baseline's, whatever its name and split."""
+        names = ["budget_flops", "r", "n", "tokens", "loss"]
+        one, other = (
+            set(map(tuple, table.runs[names].to_numpy(dtype=float)))
+            for table in (self.baseline, self.variant)
+        )
+        return other <= one
 
     def on_shared_cells(self) -> "Pair":
         """Only the runs in (budget, r) cells that both tables hold."""
@@ -187,8 +190,8 @@ def _shared_budgets(baseline: RunTable, variant: RunTable) -> list[float]:
     shared = [budget for budget in one if budget in other]
     if len(shared) >= 2:
         return shared
-    first, second = (", ".join(f"{c:.4g}" for c in budgets) for budgets in (one, other))
-    found = f"share the budget {shared[0]:.4g} alone" if shared else "share no budget"
+    first, second = (", ".join(f"{c:.6g}" for c in budgets) for budgets in (one, other))
+    found = f"share the budget {shared[0]:.6g} alone" if shared else "share no budget"
     why = (
         "one budget ties tokens to parameters, so that α, β and E cannot be told apart"
         if shared

@@ -6,6 +6,7 @@ from .difference import Difference
 CANNOT_TELL = "Cannot tell"
 FEW_CELLS = 10  # below, percentiles over blocks are rough
 _SMALL_LOSS = 5e-4  # nats; below, a change is not worth a word
+_SMALL_PART = 0.25  # of a change of loss; a part whose interval stays below has no say in it
 
 
 def decided(value: Difference) -> int:
@@ -30,8 +31,8 @@ def verdict(
     """
     if identical:
         return (
-            f"{CANNOT_TELL}: no difference, both tables hold the same runs, so that Δφ = 0 says nothing "
-            "of a variant."
+            f"{CANNOT_TELL}: no difference, every run of the variant is one of the baseline's, so that "
+            "Δφ says nothing of a variant."
         )
     return " ".join([_of_phi(value, shared_cells), *_of_loss(meaning), *_of_serving(meaning)])
 
@@ -71,7 +72,8 @@ def _of_loss(meaning: Consequences) -> list[str]:
     if change is None or change.value is None:
         return ["What it does to the loss cannot be said (no compute optimum in both tables)."]
     budget = max(effect.budget_flops for effect in meaning.effects)
-    place = f"At C = {budget:.3g} FLOPs the best loss"
+    rs = sorted({effect.r for effect in meaning.effects if effect.budget_flops == budget})
+    place = f"At C = {budget:.3g} FLOPs the best loss (r = {', '.join(str(r) for r in rs)})"
     if change.sign == 0:
         return [f"{place} may be higher or lower ({_nats(change)})."]
     text = f"{place} {'falls' if change.sign < 0 else 'rises'} by {_nats(change, bare=True)}"
@@ -97,11 +99,22 @@ def _source(change: Estimate, parts: dict[str, Estimate]) -> str:
             if better
             else "; dearer training tokens outweigh a gain of capacity"
         )
-    if helps["capacity"] and not helps["tokens"]:
-        return "; it is a gain of capacity" if better else "; it is a loss of capacity"
-    if helps["tokens"] and not helps["capacity"]:
+    certain = [name for name in parts if helps[name]]
+    if len(certain) != 1:
+        return ""
+    (other,) = set(parts) - set(certain)
+    if not _small(parts[other], change):
+        return f"; only the part from {certain[0]} is certain"
+    if certain == ["tokens"]:
         return "; it comes from the tokens alone"
-    return ""
+    return "; it is a gain of capacity" if better else "; it is a loss of capacity"
+
+
+def _small(part: Estimate, change: Estimate) -> bool:
+    """Whether the whole interval of a part is small beside the change."""
+    if part.low is None or part.high is None or change.value is None:
+        return False
+    return max(abs(part.low), abs(part.high)) <= _SMALL_PART * abs(change.value)
 
 
 def _nats(one: Estimate, *, bare: bool = False) -> str:

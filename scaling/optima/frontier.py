@@ -121,7 +121,8 @@ def _architecture(r: int, depth: float | None, group: pd.DataFrame) -> Architect
     if worst > _TOLERANCE:
         return (
             f"{name} is no polynomial in the width (off by {worst:.1%}): "
-            "several architectures share this r, or its shape changes with the width"
+            "several architectures share this r, its shape changes with the width, or the regression "
+            "split found other r at some widths than at others"
         )
     one = Architecture(
         r=r,

@@ -120,6 +120,8 @@ def test_same_runs_in_another_order_and_under_other_names_are_identical(grids):
     shuffled = baseline.sample(frac=1, random_state=3).reset_index(drop=True)
     shuffled["run_id"] = [f"run {k}" for k in range(len(shuffled))]
     assert pair(baseline, shuffled).identical
+    part = shuffled[shuffled["recurrences"] <= 2].reset_index(drop=True)
+    assert pair(baseline, part).identical
     assert not pair(baseline, grids[1]).identical
 
 

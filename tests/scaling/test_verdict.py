@@ -85,6 +85,11 @@ def test_the_source_of_a_change_of_loss_is_named_only_where_its_interval_says_so
     assert "it comes from the tokens alone" in says(clear, -0.03, 0.0005, -0.0305)
     assert "it is a gain of capacity" in says(clear, -0.03, -0.03, 0.0)
     assert "it is a loss of capacity" in says(clear, 0.03, 0.03, 0.0)
+    open_part = meaning(-0.008, -0.004, -0.004)
+    open_part.overall["capacity_part"] = about(-0.004, 0.01)  # may be most of it, may be none
+    text = verdict(clear, None, open_part, identical=False)
+    assert "only the part from tokens is certain" in text and "alone" not in text
+    assert "the best loss (r = 4) falls" in text
     both = says(clear, -0.03, -0.02, -0.01)
     assert "falls by 0.0300 nats [0.0290, 0.0310]" in both
     assert "alone" not in both
