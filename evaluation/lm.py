@@ -84,11 +84,13 @@ class LoopedLM(HFLM):
             model = AutoModelForCausalLM.from_pretrained(
                 model, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code
             )
-        model = model.to(where).eval()
+        model.to(device=where).eval()  # type: ignore[call-arg]
         name = tokenizer or model.config.name_or_path
         super().__init__(
             pretrained=model,
-            tokenizer=_tokenizer(name, revision, trust_remote_code) if isinstance(name, str) else name,
+            tokenizer=_tokenizer(name, revision, trust_remote_code)
+            if isinstance(name, str)
+            else name,
             batch_size=_whole("batch_size", batch_size),
             max_length=max_length,
             add_bos_token=add_bos_token,
@@ -162,9 +164,7 @@ class LoopedLM(HFLM):
             for one, request, (context, _, merged) in zip(scores, cut, encoded, strict=True)
         ]
 
-    def _encoded(
-        self, pairs: Sequence[tuple[str, str]]
-    ) -> list[tuple[list[int], list[int], bool]]:
+    def _encoded(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int], bool]]:
         """Token ids of contexts and continuations, and whether a token spans both.
 
         Text and context are tokenised; what the text has beyond the number of context tokens is scored.
@@ -186,7 +186,9 @@ class LoopedLM(HFLM):
                     f"…{context[-40:]!r}: its tokens end within the context's. Leave the row out."
                 )
             bare = before and (before[:1] == prefix or not self.add_bos_token)
-            out.append((before if bare else prefix + before, scored, whole[: len(before)] != before))
+            out.append(
+                (before if bare else prefix + before, scored, whole[: len(before)] != before)
+            )
         return out
 
     def _cut(self, context: list[int], continuation: list[int]) -> Request:

@@ -1,6 +1,7 @@
 """Rows of a task in a data folder: DIR/<task>.jsonl, written by `python -m evaluation prepare`.
 
-On loading they are shuffled once with a fixed seed, capped at 10,000 and numbered.
+On loading they are shuffled once with a fixed seed, capped at 10,000 and numbered. Fields: context and
+continuation, or query, choices and gold; then `prompt` and `target`, what is asked and what is scored.
 """
 
 import json
@@ -26,7 +27,16 @@ def load_rows(folder: Path, name: str) -> list[Row]:
             f"{folder / name}.jsonl: {len(rows)} rows, but the task takes {shots} others as shots and "
             f"needs more than {shots}. Prepare more rows."
         )
-    return [{**row, "index": index} for index, row in enumerate(rows)]
+    return [_asked(row, index) for index, row in enumerate(rows)]
+
+
+def _asked(row: Row, index: int) -> Row:
+    """Add a row's number, its prompt and its target: an answer after one space, or a choice's number."""
+    if "choices" in row and "query" in row:
+        asked = {"prompt": f"{row['query']}\nAnswer:", "target": row["gold"]}
+    else:
+        asked = {"prompt": row["context"], "target": f" {row['continuation']}"}
+    return {**row, **asked, "index": index}
 
 
 def read_rows(path: Path, task: TaskInfo, folder: Path | None = None) -> list[Row]:

@@ -143,16 +143,16 @@ def _score(logits: Logits, batch: Sequence[_Row], device: torch.device) -> list[
         for one, one_places in zip(row.continuations, row_places, strict=True)
         for place, token in zip(one_places, one, strict=True)
     ]
-    at, column_of, target = (torch.tensor(part, device=device) for part in zip(*triples, strict=True))
+    at, column_of, target = (
+        torch.tensor(part, device=device) for part in zip(*triples, strict=True)
+    )
     scored = output[at, column_of]
     scored = scored.to(torch.promote_types(scored.dtype, torch.float32))
     losses = iter(functional.cross_entropy(scored, target, reduction="none").tolist())
     greedy = iter((scored.argmax(-1) == target).tolist())
     return [
         [
-            Scores(
-                losses=tuple(next(losses) for _ in one), greedy=tuple(next(greedy) for _ in one)
-            )
+            Scores(losses=tuple(next(losses) for _ in one), greedy=tuple(next(greedy) for _ in one))
             for one in row.continuations
         ]
         for row in batch

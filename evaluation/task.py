@@ -38,7 +38,7 @@ class OwnShots(ContextSampler):
         """
         docs = self.df
         assert eval_doc is not None and len(docs) > n
-        index, text = eval_doc["index"], _text(eval_doc)
+        index, text = eval_doc["index"], eval_doc["prompt"]
         others = [k for k in range(len(docs)) if k != index]
         drawn = random.Random(SHOT_SEED + index).sample(others, n)
         return [docs[self._other(k, text)] for k in drawn]
@@ -46,7 +46,7 @@ class OwnShots(ContextSampler):
     def _other(self, k: int, text: str) -> int:
         for step in range(len(self.df)):
             place = (k + step) % len(self.df)
-            if _text(self.df[place]) != text:
+            if self.df[place]["prompt"] != text:
                 return place
         raise ValueError(f"Every row has the text {text[:60]!r}, so that there are no shots.")
 
@@ -68,10 +68,18 @@ class LoopedTask(ConfigurableTask):
         folder = (self.config.metadata or {}).get("data_dir") or os.environ.get(DATA)
         if not folder:
             raise ValueError(
-                f"{self.config.task}: no data folder. Set --metadata '{{\"data_dir\": \"DIR\"}}' or the "
+                f'{self.config.task}: no data folder. Set --metadata \'{{"data_dir": "DIR"}}\' or the '
                 f"environment's {DATA}; `python -m evaluation prepare --out DIR` writes it."
             )
         self.dataset = {"test": Dataset.from_list(load_rows(Path(folder), self.info.name))}
+
+    def build_all_requests(self, **options: Any) -> None:
+        """Build the prompts, or take those of the last model: they do not depend on it."""
+        if self.__dict__.get("_built_with") != options:
+            super().build_all_requests(**options)
+            self._built_with = options
+        for instance in self.instances:
+            instance.resps, instance.filtered_resps = [], {}
 
     def process_results(self, doc: dict[str, Any], results: Sequence[Any]) -> dict[str, Any]:
         """Metrics of one document from its continuations' scores."""
@@ -86,13 +94,13 @@ class LoopedTask(ConfigurableTask):
             counts = [len(one.tokens) - skipped for one in results]
         means = [loss / count for loss, count in zip(losses, counts, strict=True)]
         right = means.index(min(means)) == gold if self.info.choices else bool(results[0][1])
-        answer = doc["choices"][gold] if self.info.choices else doc["continuation"]
+        answer = f" {doc['choices'][gold]}" if self.info.choices else doc["target"]
         part = (losses[gold], counts[gold])
         return {
             "nll_per_token": part,
             "nll_per_token_stderr": part,
             "acc": float(right),
-            "bits_per_byte": (scored[gold][0], len(f" {answer}".encode())),
+            "bits_per_byte": (scored[gold][0], len(answer.encode())),
             "tokens": counts[gold],
             "truncated": float(any(getattr(one, "truncated", False) for one in results)),
             "merged": float(getattr(results[gold], "merged", False)),
@@ -140,12 +148,10 @@ class LoopedTask(ConfigurableTask):
                 f"{self.config.task}: the model returns no token counts and the metadata name no tokenizer. "
                 'Give --metadata \'{"tokenizer": "FOLDER"}\', or use --model looped.'
             )
-        options = {key: metadata[key] for key in ("revision", "trust_remote_code") if key in metadata}
+        options = {
+            key: metadata[key] for key in ("revision", "trust_remote_code") if key in metadata
+        }
         return AutoTokenizer.from_pretrained(name, **deepcopy(options))
-
-
-def _text(doc: Mapping[str, Any]) -> str:
-    return str(doc["query"] if "query" in doc else doc["context"])
 
 
 def _shared_prefix(choices: Sequence[Sequence[int]]) -> int:

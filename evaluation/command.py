@@ -1,0 +1,147 @@
+"""`python -m evaluation`: score checkpoints, and `prepare` their tasks' rows."""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .names import tasks_named
+from .prepare import prepare, read_sources
+from .suite import AXES, PREFIX, TASKS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; 0 on success, 2 after one `error: …` line on stderr."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if words[:1] == ["prepare"]:
+            return _prepare(_prepare_parser().parse_args(words[1:]))
+        return _evaluate(_parser().parse_args(words))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m evaluation",
+        description="Losses of checkpoints on the suite's tasks. `python -m evaluation prepare --help` explains the data.",
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--runs", metavar="DIR", help="run directories: scores what isn't yet")
+    which.add_argument("--model", metavar="NAME", help="folder or Hub id of any causal LM")
+    parser.add_argument("--out", metavar="FILE", help="JSON of --model's results")
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        default=["looped_core"],
+        metavar="NAME",
+        help="tasks or groups (default: looped_core)",
+    )
+    parser.add_argument("--data", required=True, metavar="DIR", help="what `prepare` wrote")
+    parser.add_argument("--batch-size", type=int, default=16, metavar="ROWS")
+    parser.add_argument("--num-recurrences", type=int, metavar="R", help="default: the model's own")
+    parser.add_argument("--max-length", type=int, metavar="TOKENS", help="default: the model's")
+    parser.add_argument(
+        "--dtype", default="auto", help="of the weights (default: the checkpoint's)"
+    )
+    parser.add_argument("--device", help="default: a GPU where there is one")
+    parser.add_argument("--revision", default="main", help="of --model on the Hub")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run code that --model brings"
+    )
+    parser.add_argument("--no-bos", action="store_true", help="for models trained without BOS")
+    parser.add_argument(
+        "--mc-rule", choices=("shared_prefix", "whole"), help="tokens of a choice that count"
+    )
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="first N documents of a task; marks the results"
+    )
+    parser.add_argument(
+        "--incomplete", action="store_true", help="give an axis a loss although a task is missing"
+    )
+    return parser
+
+
+def _prepare_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m evaluation prepare",
+        description="Write each task's rows to DIR/<task>.jsonl, once; evaluation reads nothing else.",
+    )
+    parser.add_argument("--out", required=True, metavar="DIR")
+    parser.add_argument(
+        "--tasks", nargs="+", default=["looped_core", "looped_extra"], metavar="NAME"
+    )
+    parser.add_argument(
+        "--from",
+        dest="source",
+        metavar="DIR",
+        help="<task>.jsonl files, for example the CORE bundle's",
+    )
+    parser.add_argument(
+        "--partial", action="store_true", help="accept fewer rows than the suite has"
+    )
+    return parser
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    source = Path(options.source) if options.source else None
+    if source is not None and not source.is_dir():
+        raise ValueError(f"--from is {source}, but there is no such folder.")
+    for name in tasks_named(options.tasks):
+        (told,) = prepare(
+            Path(options.out), [name], source=source, partial=options.partial
+        ).values()
+        few = f" of {TASKS[name].rows}" if told["partial"] else ""
+        print(
+            f"{PREFIX}{name}: {told['rows']}{few} rows from {told['source']}, licence {told['licence']}"
+        )
+    return 0
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    for name in ("batch_size", "num_recurrences", "max_length", "limit"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be at least 1.")
+    data, tasks = Path(options.data), tasks_named(options.tasks)
+    _refuse_missing_rows(data, tasks)
+    from .sweep import score_model, score_runs  # torch and lm-eval take seconds to import
+
+    if options.runs:
+        return score_runs(Path(options.runs), tasks, data, options)
+    return score_model(tasks, data, options)
+
+
+def _refuse_missing_rows(data: Path, tasks: Sequence[str]) -> None:
+    missing = [name for name in tasks if not (data / f"{name}.jsonl").is_file()]
+    if missing:
+        raise ValueError(
+            f"{data}: {missing[0]}.jsonl is missing ({len(missing)} of {len(tasks)} tasks are). Write it with `python -m "
+            f"evaluation prepare --out {data} --tasks {' '.join(PREFIX + name for name in missing)}`."
+        )
+    known = read_sources(data)
+    strange = [name for name in tasks if name not in known]
+    if strange:
+        raise ValueError(
+            f"{data}: {strange[0]}.jsonl was not written by `python -m evaluation prepare`, so that its rows are "
+            f"unchecked. Run `python -m evaluation prepare --out {data} --from {data} --partial`."
+        )
+
+
+def table(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Lines of a model's losses, task by task, then the axes that are complete."""
+    lines = []
+    for name, one in results.items():
+        error = "" if one["loss_stderr"] is None else f" ± {one['loss_stderr']:.4f}"
+        marks = ", partial" if one["partial"] else ""
+        lines.append(
+            f"  {PREFIX + name:32} {one['loss']:.4f}{error} nats per token, accuracy {one['accuracy']:.3f} "
+            f"({one['documents']} documents, {one['truncated']} cut{marks})"
+        )
+    for axis, tasks in AXES.items():
+        if all(task in results for task in tasks):
+            mean = sum(results[task]["loss"] for task in tasks) / len(tasks)
+            lines.append(f"  {axis:32} {mean:.4f} nats per token (mean of {len(tasks)} tasks)")
+    return "\n".join(lines)
