@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m evaluation",
-        description="Losses of checkpoints on the suite's tasks. `python -m evaluation prepare --help` explains the data.",
+        description="Losses of checkpoints on the suite's tasks. `python -m evaluation prepare` writes their data.",
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--runs", metavar="DIR", help="run directories: scores what isn't yet")
@@ -118,8 +118,8 @@ def _refuse_missing_rows(data: Path, tasks: Sequence[str]) -> None:
     missing = [name for name in tasks if not (data / f"{name}.jsonl").is_file()]
     if missing:
         raise ValueError(
-            f"{data}: {missing[0]}.jsonl is missing ({len(missing)} of {len(tasks)} tasks are). Write it with `python -m "
-            f"evaluation prepare --out {data} --tasks {' '.join(PREFIX + name for name in missing)}`."
+            f"{data}: {missing[0]}.jsonl is missing ({len(missing)} of {len(tasks)} tasks are). Write it with `python "
+            f"-m evaluation prepare --out {data} --tasks {' '.join(PREFIX + name for name in missing)}`."
         )
     known = read_sources(data)
     strange = [name for name in tasks if name not in known]

@@ -19,7 +19,7 @@ def nll_per_token(parts: Sequence[Part]) -> float:
 
 @register_aggregation("nll_per_token_stderr")
 def nll_per_token_stderr(parts: Sequence[Part]) -> float:
-    """Standard error of a ratio of sums over documents, to first order; NaN for a single one.
+    """Estimate the standard error of a ratio of sums over documents, to first order; NaN for one.
 
     sqrt(m/(m − 1)·Σ (nats − R·count)²) / Σ count, R the ratio, m documents.
     """

@@ -127,9 +127,9 @@ def _score(logits: Logits, batch: Sequence[_Row], device: torch.device) -> list[
     """Scores of every continuation of every row."""
     length = max(row.length for row in batch)
     ids = torch.zeros(len(batch), length, dtype=torch.long)  # [B, T], padded on the right
-    for at, row in enumerate(batch):
+    for number, row in enumerate(batch):
         tokens = [*row.context, *(token for one in row.continuations for token in one[:-1])]
-        ids[at, : len(tokens)] = torch.tensor(tokens)
+        ids[number, : len(tokens)] = torch.tensor(tokens)
     places = [_places(row) for row in batch]
     wanted = sorted({place for row in places for one in row for place in one})  # [P]
     inputs = {"input_ids": ids.to(device)}

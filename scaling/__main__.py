@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from . import commands
 from .planning.plan import add_arguments as add_design_arguments
 from .planning.plan import run as run_design
-from .planning.plan import seed_number
 from .runs.split import SPLITS
 
 
@@ -132,10 +131,14 @@ def _fitted() -> argparse.ArgumentParser:
         default="text",
         help=f"what N_once and N_rec are. {meanings}",
     )
-    fitted.add_argument(
-        "--seed", type=seed_number, default=0, help="seed of the bootstrap (default: 0)"
-    )
+    fitted.add_argument("--seed", type=_seed, default=0, help="seed of the bootstrap (default: 0)")
     return fitted
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
 
 
 def _delta(parser: argparse.ArgumentParser) -> None:

@@ -22,13 +22,6 @@ from .planned import plan
 _FEWEST_SETS = 20  # percentiles of fewer estimates are their extremes
 
 
-def seed_number(text: str) -> int:
-    """Read a seed from the command line, for argparse."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `python -m scaling design`."""
     grid = parser.add_argument_group("grid (default: the paper's 116 runs)")
@@ -74,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     wanted.add_argument("--minimise", choices=COSTS, help="default: one answer for each")
     wanted.add_argument("--sets", type=int, default=200, help="synthetic tables a grid (200)")
-    wanted.add_argument("--seed", type=seed_number, default=0, help="of the synthetic losses (0)")
+    wanted.add_argument("--seed", type=int, default=0, help="of the synthetic losses (0)")
     wanted.add_argument("--json", metavar="OUT", help="write the numbers as JSON")
 
 

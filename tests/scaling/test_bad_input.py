@@ -206,12 +206,8 @@ def test_the_unit_is_printed_and_kept(tmp_path, grid, capsys):
     assert json.loads(out.read_text())["loss_unit"] == "bits"
 
 
-@pytest.mark.parametrize("command", ["fit", "report", "compare", "design"])
+@pytest.mark.parametrize("command", ["fit", "report", "compare"])
 def test_a_seed_that_is_none_is_refused(command, capsys):
     with pytest.raises(SystemExit):
-        main(
-            [command, "runs.csv", "--seed", "-1"]
-            if command != "design"
-            else ["design", "--seed", "-1"]
-        )
+        main([command, "runs.csv", "--seed", "-1"])
     assert "argument --seed: '-1' is not a whole number" in capsys.readouterr().err
