@@ -99,7 +99,7 @@ class LoopedLM(HFLM):
         self.num_recurrences = _recurrences(model, num_recurrences)
         self._rank, self._world_size = self._state.process_index, self._state.num_processes
         _refuse_no_bos(self.tokenizer, str(name), add_bos_token)
-        vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        vocab_size = int(model.config.get_text_config().vocab_size)
         if not is_causal(self._logits, vocab_size, where):
             raise ValueError(
                 f"{name}: later tokens change the logits of earlier ones, so that a continuation's loss would "
