@@ -21,6 +21,11 @@ import hf_looped  # noqa: F401  # registers the architecture
 from .scoring import Request, is_causal, score, takes_trees
 
 
+def processes() -> PartialState:
+    """Join the processes that torchrun or Accelerate started, on CPUs too."""
+    return PartialState(cpu=not torch.accelerator.is_available())
+
+
 class LogLikelihood(tuple[float, bool]):
     """(log-likelihood, greedy) as lm-eval's tasks unpack it, and what stands behind it.
 
@@ -77,7 +82,7 @@ class LoopedLM(HFLM):
         add_bos_token: bool = True,
     ) -> None:
         """Load the model and try once what it can do."""
-        self._state = PartialState()
+        self._state = processes()
         where = torch.device(device) if device else self._state.device
         model = pretrained
         if isinstance(model, str):

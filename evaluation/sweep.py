@@ -16,7 +16,7 @@ from filelock import FileLock
 from scaling.runs import collect_runs, status_of, write_table
 
 from .command import table
-from .lm import LoopedLM
+from .lm import LoopedLM, processes
 from .results import (
     Results,
     read_results,
@@ -53,7 +53,7 @@ class _Suite:
 
 def score_runs(root: Path, tasks: Sequence[str], data: Path, options: argparse.Namespace) -> int:
     """Score what isn't yet of every finished run below `root`, then rebuild root/runs.csv."""
-    state, suite = PartialState(), _Suite(data, options)
+    state, suite = processes(), _Suite(data, options)
     records = sorted(root.glob("*/run.json"))
     if not records:
         raise ValueError(
@@ -93,7 +93,7 @@ def score_runs(root: Path, tasks: Sequence[str], data: Path, options: argparse.N
 
 def score_model(tasks: Sequence[str], data: Path, options: argparse.Namespace) -> int:
     """Score one model and print its losses; `--out` keeps them."""
-    state, suite = PartialState(), _Suite(data, options)
+    state, suite = processes(), _Suite(data, options)
     out = Path(options.out) if options.out else None
     results = read_results(out) if out else {}
     lm = _model(options.model, options)
