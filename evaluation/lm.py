@@ -232,8 +232,9 @@ def _tokenizer(name: str, revision: str, trust_remote_code: bool) -> Any:
             name, revision=revision, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
+        why = " ".join(str(error).split())
         raise ValueError(
-            f"{name}: no tokenizer could be loaded ({error}). Save it beside the model with "
+            f"{name}: no tokenizer could be loaded ({why}). Save it beside the model with "
             "tokenizer.save_pretrained, or name another with tokenizer=…"
         ) from error
 
