@@ -16,6 +16,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: venv
 	$(PY) -m training.sweep --grid demo --out $(DEMO)
+	$(PY) -m evaluation prepare --out $(DEMO)/tasks --tasks looped_var_assign
+	$(PY) -m evaluation --runs $(DEMO) --data $(DEMO)/tasks --tasks looped_var_assign --limit 100
+	$(PY) -m scaling fit $(DEMO)/runs.csv --loss loss/looped_var_assign --report $(DEMO)/var_assign.txt
 	$(PY) -m scaling fit $(DEMO)/runs.csv --json $(DEMO)/fit.json --report $(DEMO)/report.txt --plots $(DEMO)
 
 # Two processes of one thread: the models are too small for more, and idle threads would wait in loops.

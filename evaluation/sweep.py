@@ -84,11 +84,22 @@ def score_runs(root: Path, tasks: Sequence[str], data: Path, options: argparse.N
         _score(lm, missing, suite, _file(path), key, options, _own(path, options))
         _say(state, table(read_results(_file(path))["evaluations"][key]))
     if state.is_main_process:
+        for path, _ in plans:
+            if _own(path, options):
+                _refresh(_file(path), _run_key(path, options), options.incomplete)
         with FileLock(root / ".runs.csv.lock"):
             write_table(collect_runs(root), root / "runs.csv")
         _say(state, f"losses are in {root / 'runs.csv'}")
     state.wait_for_everyone()
     return 0
+
+
+def _refresh(path: Path, key: str, incomplete: bool) -> None:
+    """Set the flat losses of a run anew, which another `--incomplete` changes."""
+    results = read_results(path)
+    found = with_losses(results, key, incomplete=incomplete)
+    if results and found != results:
+        write_results(path, found)
 
 
 def score_model(tasks: Sequence[str], data: Path, options: argparse.Namespace) -> int:
