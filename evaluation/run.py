@@ -1,6 +1,5 @@
 """Score one model on tasks, a task at a time, through lm-eval's evaluator."""
 
-import logging
 import math
 import warnings
 from collections.abc import Mapping
@@ -24,7 +23,6 @@ MANY_TRUNCATED = 0.01  # of the documents, above which a result comes with a war
 
 def load_task(name: str, data: Path, mc_rule: str | None) -> LoopedTask:
     """Load one task of the suite with its rows."""
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     metadata = {"data_dir": str(data)} | ({} if mc_rule is None else {"mc_rule": mc_rule})
     manager = TaskManager(include_path=str(YAML), include_defaults=False, metadata=metadata)
     task = manager.load([PREFIX + name])["tasks"][PREFIX + name]

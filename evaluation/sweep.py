@@ -5,6 +5,7 @@ several processes each scores a part of every task's documents.
 """
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -155,6 +156,7 @@ def _missing(
 
 
 def _model(name: str, options: argparse.Namespace) -> LoopedLM:
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its remarks on models passed ready made
     return LoopedLM(
         name,
         num_recurrences=options.num_recurrences,

@@ -109,3 +109,19 @@ def test_softmax_is_float32_whatever_the_models_dtype(tools, byte_tokenizer, dat
     expected = direct(tools, model, byte_tokenizer, data, "lambada_openai", 0)
     assert found["dtype"] == "bfloat16"
     assert found["loss"] == pytest.approx(expected["loss"], abs=0.02)
+
+
+def test_prompts_that_were_cut_are_counted_and_warned_of(tools, llama, byte_tokenizer, data):
+    lm = tools.loaded(llama, byte_tokenizer, max_length=64)
+    with pytest.warns(UserWarning, match="looped_svamp: 40 of 40 prompts were cut.*--max-length"):
+        found = ours(lm, data, "svamp")
+    assert found["truncated"] == 40 and found["max_length"] == 64
+
+
+def test_scoring_needs_no_network(tools, llama, byte_tokenizer, data, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a connection was asked for")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+    assert ours(tools.loaded(llama, byte_tokenizer), data, "arc_easy", limit=4)["documents"] == 4
