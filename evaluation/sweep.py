@@ -14,8 +14,6 @@ from typing import Any
 from accelerate import PartialState
 from filelock import FileLock
 
-from scaling.runs import collect_runs, status_of, write_table
-
 from .command import table
 from .lm import LoopedLM, processes
 from .results import (
@@ -88,6 +86,8 @@ def score_runs(root: Path, tasks: Sequence[str], data: Path, options: argparse.N
         for path, _ in plans:
             if _own(path, options):
                 _refresh(_file(path), _run_key(path, options), options.incomplete)
+        from scaling.runs import collect_runs, write_table  # a second that the start needn't wait
+
         with FileLock(root / ".runs.csv.lock"):
             write_table(collect_runs(root), root / "runs.csv")
         _say(state, f"losses are in {root / 'runs.csv'}")
@@ -120,7 +120,7 @@ def score_model(tasks: Sequence[str], data: Path, options: argparse.Namespace) -
 
 def _unfit(path: Path) -> str | None:
     """Why a run cannot be scored, None when it can."""
-    status = status_of(read_results(path))
+    status = read_results(path).get("status") or "finished"  # as in the run table
     if status != "finished":
         return f"its status is {status}"
     if not (path.parent / "checkpoint" / "config.json").is_file():
