@@ -86,9 +86,7 @@ class LoopedLM(HFLM):
         where = torch.device(device) if device else self._state.device
         model = pretrained
         if isinstance(model, str):
-            model = AutoModelForCausalLM.from_pretrained(
-                model, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code
-            )
+            model = _model(model, revision, dtype, trust_remote_code)
         model.to(device=where).eval()  # type: ignore[call-arg]
         name = tokenizer or model.config.name_or_path
         super().__init__(
@@ -224,6 +222,21 @@ def _joint(context: str, answer: str) -> tuple[str, str]:
     """Move white space from the end of a context to the continuation."""
     bare = context.rstrip()
     return bare, context[len(bare) :] + answer
+
+
+def _model(
+    name: str, revision: str, dtype: str | torch.dtype, trust_remote_code: bool
+) -> PreTrainedModel:
+    try:
+        found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            name, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        why = " ".join(str(error).split())
+        raise ValueError(
+            f"{name}: no causal LM could be loaded ({why}). Give a folder written by save_pretrained, or a Hub id."
+        ) from error
+    return found
 
 
 def _tokenizer(name: str, revision: str, trust_remote_code: bool) -> Any:

@@ -168,6 +168,12 @@ def test_a_checkpoint_without_tokenizer_is_named(llama, tmp_path):
         LoopedLM(str(tmp_path), device="cpu")
 
 
+@pytest.mark.parametrize("name", ["no/such/folder/here", "/nowhere"])
+def test_a_model_that_is_not_there_is_named(name):
+    with pytest.raises(ValueError, match=f"{name}: no causal LM could be loaded.*save_pretrained"):
+        LoopedLM(name, device="cpu")
+
+
 def test_recurrences_of_a_model_without_a_loop_are_refused(tools, llama, byte_tokenizer):
     with pytest.raises(ValueError, match="num_recurrences is 2, but LlamaForCausalLM has no loop"):
         tools.loaded(llama, byte_tokenizer, num_recurrences=2)
