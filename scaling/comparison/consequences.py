@@ -182,7 +182,7 @@ def _matched(pair: Pair, laws: tuple[Laws, Laws]) -> tuple[list[_Two], list[str]
                 costs=(costs[0][key], costs[1][key]),
             )
             out.append(two)
-    only = [sorted({key[0] for key in one if key[0] > 1}) for one in named]
+    only = [sorted({int(r) for r in table.runs["r"] if r > 1}) for table in tables]
     if only[0] != only[1]:
         unavailable.append(
             f"compared at equal r alone: the baseline has r = {_listed(only[0])}, the variant r = "

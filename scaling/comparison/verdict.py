@@ -72,7 +72,8 @@ def _of_loss(meaning: Consequences) -> list[str]:
     if change is None or change.value is None:
         return ["What it does to the loss cannot be said (no compute optimum in both tables)."]
     budget = max(effect.budget_flops for effect in meaning.effects)
-    rs = sorted({effect.r for effect in meaning.effects if effect.budget_flops == budget})
+    looped = [one for one in meaning.effects if one.budget_flops == budget and one.r > 1]
+    rs = sorted({effect.r for effect in looped})  # those that `overall` is the mean of
     place = f"At C = {budget:.3g} FLOPs the best loss (r = {', '.join(str(r) for r in rs)})"
     if change.sign == 0:
         return [f"{place} may be higher or lower ({_nats(change)})."]

@@ -90,6 +90,9 @@ def test_the_source_of_a_change_of_loss_is_named_only_where_its_interval_says_so
     text = verdict(clear, None, open_part, identical=False)
     assert "only the part from tokens is certain" in text and "alone" not in text
     assert "the best loss (r = 4) falls" in text
+    unlooped = replace(open_part.effects[0], r=1)  # its own r = 1 runs have no part in the mean
+    both = replace(open_part, effects=(unlooped, *open_part.effects))
+    assert "the best loss (r = 4) falls" in verdict(clear, None, both, identical=False)
     both = says(clear, -0.03, -0.02, -0.01)
     assert "falls by 0.0300 nats [0.0290, 0.0310]" in both
     assert "alone" not in both
