@@ -2,13 +2,12 @@
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from .names import tasks_named
 from .prepare import prepare, read_sources
-from .suite import AXES, PREFIX, TASKS
+from .suite import PREFIX, TASKS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -128,20 +127,3 @@ def _refuse_missing_rows(data: Path, tasks: Sequence[str]) -> None:
             f"{data}: {strange[0]}.jsonl was not written by `python -m evaluation prepare`, so that its rows are "
             f"unchecked. Run `python -m evaluation prepare --out {data} --from {data} --partial`."
         )
-
-
-def table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Lines of a model's losses, task by task, then the axes that are complete."""
-    lines = []
-    for name, one in results.items():
-        error = "" if one["loss_stderr"] is None else f" ± {one['loss_stderr']:.4f}"
-        marks = ", partial" if one["partial"] else ""
-        lines.append(
-            f"  {PREFIX + name:32} {one['loss']:.4f}{error} nats per token, accuracy {one['accuracy']:.3f} "
-            f"({one['documents']} documents, {one['truncated']} cut{marks})"
-        )
-    for axis, tasks in AXES.items():
-        if all(task in results for task in tasks):
-            mean = sum(results[task]["loss"] for task in tasks) / len(tasks)
-            lines.append(f"  {axis:32} {mean:.4f} nats per token (mean of {len(tasks)} tasks)")
-    return "\n".join(lines)

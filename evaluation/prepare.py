@@ -5,11 +5,11 @@ From the Hub, from a folder of `<task>.jsonl` (the CORE bundle's files have thes
 """
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .files import write_text
 from .rows import read_rows
 from .sources import rows_from_hub
 from .suite import TASKS, TaskInfo
@@ -21,7 +21,7 @@ SOURCES = "sources.json"
 def prepare(
     out: Path, tasks: Sequence[str], *, source: Path | None = None, partial: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """Write out/<task>.jsonl for every task that isn't there yet with the wanted rows.
+    """Write out/<task>.jsonl for every task, in place of what was there.
 
     `source` is a folder of <task>.jsonl; tasks that it lacks come from the Hub or are generated.
     Fewer rows than the suite has are refused unless `partial`; results then say so. Returns what
@@ -29,11 +29,10 @@ def prepare(
     """
     out.mkdir(parents=True, exist_ok=True)
     known = read_sources(out)
-    made = generated()
     for name in tasks:
-        rows, origin = _rows(TASKS[name], made, source)
+        rows, origin = _rows(TASKS[name], source)
         _refuse_wrong_count(TASKS[name], rows, origin, partial)
-        _write(
+        write_text(
             out / f"{name}.jsonl",
             "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
         )
@@ -44,7 +43,7 @@ def prepare(
             "partial": len(rows) < TASKS[name].rows,
             "sha256": fingerprint(rows),
         }
-        _write(out / SOURCES, json.dumps(known, indent=1, ensure_ascii=False) + "\n")
+        write_text(out / SOURCES, json.dumps(known, indent=1, ensure_ascii=False) + "\n")
     return {name: known[name] for name in tasks}
 
 
@@ -57,14 +56,12 @@ def read_sources(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _rows(
-    task: TaskInfo, made: dict[str, list[dict[str, Any]]], source: Path | None
-) -> tuple[list[dict[str, Any]], str]:
+def _rows(task: TaskInfo, source: Path | None) -> tuple[list[dict[str, Any]], str]:
     """Rows of a task and where they are from."""
     if source is not None and (source / f"{task.name}.jsonl").is_file():
         return read_rows(source / f"{task.name}.jsonl", task), f"{task.name}.jsonl"
-    if task.name in made:
-        rows = made[task.name]
+    if task.name in SHA256:
+        rows = generated()[task.name]
         assert fingerprint(rows) == SHA256[task.name]
         return rows, "generated"
     if task.hub is None:
@@ -104,9 +101,3 @@ def _refuse_wrong_count(task: TaskInfo, rows: Sequence[Any], origin: str, partia
             f"looped_{task.name}: {len(rows)} rows from {origin}, but {task.shots} shots are drawn from the others. "
             "Give more rows."
         )
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)

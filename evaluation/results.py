@@ -5,12 +5,12 @@
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .suite import AXES
+from .files import write_text
+from .suite import AXES, PREFIX
 
 Results = dict[str, Any]
 
@@ -58,7 +58,7 @@ def with_losses(results: Results, key: str, *, incomplete: bool = False) -> Resu
 
 
 def axis_loss(
-    results: Mapping[str, Results], tasks: Sequence[str], *, incomplete: bool
+    results: Mapping[str, Mapping[str, Any]], tasks: Sequence[str], *, incomplete: bool
 ) -> float | None:
     """Mean of an axis' task losses, nats per token; None where one is missing, or all are."""
     found = [float(results[task]["loss"]) for task in tasks if task in results]
@@ -69,6 +69,21 @@ def axis_loss(
 
 def write_results(path: Path, results: Results) -> None:
     """Replace a file of results in one step."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+
+
+def table(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Lines of a model's losses, task by task, then the axes that are complete."""
+    lines = []
+    for name, one in results.items():
+        error = "" if one["loss_stderr"] is None else f" ± {one['loss_stderr']:.4f}"
+        marks = ", partial" if one["partial"] else ""
+        lines.append(
+            f"  {PREFIX + name:32} {one['loss']:.4f}{error} nats per token, accuracy {one['accuracy']:.3f} "
+            f"({one['documents']} documents, {one['truncated']} cut{marks})"
+        )
+    for axis, tasks in AXES.items():
+        mean = axis_loss(results, tasks, incomplete=False)
+        if mean is not None:
+            lines.append(f"  {axis:32} {mean:.4f} nats per token (mean of {len(tasks)} tasks)")
+    return "\n".join(lines)

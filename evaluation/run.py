@@ -14,7 +14,7 @@ from lm_eval.tasks import TaskManager
 from .lm import LoopedLM
 from .prepare import read_sources
 from .rows import SHUFFLE_SEED
-from .suite import PREFIX, TASKS
+from .suite import PREFIX, TASKS, VERSION
 from .task import SHOT_SEED, LoopedTask
 
 YAML = Path(__file__).parent / "tasks"
@@ -35,7 +35,7 @@ def settings_of(name: str, data: Path, limit: int | None, mc_rule: str | None) -
     source = read_sources(data).get(name, {})
     info = TASKS[name]
     return {
-        "version": 1.0,
+        "version": VERSION,
         "data_sha256": source.get("sha256"),
         "partial": bool(source.get("partial", True)) or (limit is not None and limit < info.used),
         "limit": limit,

@@ -6,20 +6,21 @@ several processes each scores a part of every task's documents.
 
 import argparse
 import logging
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
 from filelock import FileLock
 
-from .command import table
 from .lm import LoopedLM, processes
 from .results import (
     Results,
     read_results,
     scored,
+    table,
     with_losses,
     with_result,
     write_results,
@@ -28,66 +29,74 @@ from .run import load_task, run_task, settings_of
 from .task import LoopedTask
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Suite:
-    """Tasks with their rows, loaded when they are first needed."""
+    """Wanted tasks: what their results depend on beside the model, and how to load them once."""
 
-    def __init__(self, data: Path, options: argparse.Namespace) -> None:
-        self._settings: dict[str, dict[str, Any]] = {}
-        self._data, self._options = data, options
-        self._loaded: dict[str, LoopedTask] = {}
+    settings: Mapping[str, Mapping[str, Any]]
+    load: Callable[[str], LoopedTask]
 
-    def settings_of(self, name: str) -> dict[str, Any]:
-        """Say once what a result of the task depends on beside the model."""
-        if name not in self._settings:
-            options = self._options
-            self._settings[name] = settings_of(name, self._data, options.limit, options.mc_rule)
-        return self._settings[name]
+    def missing(self, results: Results, key: str, options: argparse.Namespace) -> list[str]:
+        """Tasks without a result for this model and these settings."""
+        asked = {"max_length": options.max_length} if options.max_length else {}
+        asked |= {"dtype": options.dtype} if options.dtype != "auto" else {}
+        return [
+            name
+            for name, settings in self.settings.items()
+            if not scored(results, key, name, {**settings, **asked})
+        ]
 
-    def task(self, name: str) -> LoopedTask:
-        """Load a task once."""
-        if name not in self._loaded:
-            self._loaded[name] = load_task(name, self._data, self._options.mc_rule)
-        return self._loaded[name]
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """A finished run: its folder, the key of its results, and whether r is the one it was trained with."""
+
+    folder: Path
+    key: str
+    own: bool
+
+    @property
+    def file(self) -> Path:
+        """Where its results are."""
+        return self.folder / "evaluation.json"
 
 
 def score_runs(root: Path, tasks: Sequence[str], data: Path, options: argparse.Namespace) -> int:
     """Score what isn't yet of every finished run below `root`, then rebuild root/runs.csv."""
-    state, suite = processes(), _Suite(data, options)
-    records = sorted(root.glob("*/run.json"))
+    # A second that `--model` needn't wait for.
+    from scaling.runs import collect_runs, read_object, status_of, write_table
+
+    state, suite = processes(), _suite(tasks, data, options)
+    records = {path.parent: read_object(path) for path in sorted(root.glob("*/run.json"))}
     if not records:
         raise ValueError(
             f"{root}: no */run.json found. Give the folder that holds the run directories."
         )
-    plans, skipped = [], []
-    for path in records:
-        why = _unfit(path)
-        if why is not None:
-            skipped.append(f"{path.parent.name}: {why}")
-            continue
-        missing = _missing(
-            read_results(_file(path)), _run_key(path, options), tasks, suite, options
-        )
-        plans.append((path, missing))
+    runs = []
+    for folder, record in records.items():
+        if status_of(record) != "finished":
+            _say(state, f"skipped {folder.name}: its status is {status_of(record)}")
+        elif not (folder / "checkpoint" / "config.json").is_file():
+            _say(state, f"skipped {folder.name}: it has no checkpoint")
+        else:
+            trained = record.get("recurrences")
+            r = options.num_recurrences or trained
+            runs.append(_Run(folder=folder, key=f"checkpoint, r = {r}", own=r == trained))
+    missing = [suite.missing(read_results(run.file), run.key, options) for run in runs]
     state.wait_for_everyone()  # before a process writes what another one reads
-    todo = [(path, missing) for path, missing in plans if missing]
-    for line in skipped:
-        _say(state, f"skipped {line}")
+    todo = [(run, names) for run, names in zip(runs, missing, strict=True) if names]
     _say(
         state,
-        f"{len(plans) - len(todo)} of {len(plans)} finished runs were scored before, {len(todo)} to do",
+        f"{len(runs) - len(todo)} of {len(runs)} finished runs were scored before, {len(todo)} to do",
     )
-    for number, (path, missing) in enumerate(todo, start=1):
-        _say(state, f"[{number}/{len(todo)}] {path.parent.name}: {len(missing)} tasks")
-        key = _run_key(path, options)
-        lm = _model(str(path.parent / "checkpoint"), options)
-        _score(lm, missing, suite, _file(path), key, options, _own(path, options))
-        _say(state, table(read_results(_file(path))["evaluations"][key]))
+    for number, (run, names) in enumerate(todo, start=1):
+        _say(state, f"[{number}/{len(todo)}] {run.folder.name}: {len(names)} tasks")
+        lm = _model(str(run.folder / "checkpoint"), options)
+        _score(lm, names, suite, run.file, run.key, options, flat=run.own)
     if state.is_main_process:
-        for path, _ in plans:
-            if _own(path, options):
-                _refresh(_file(path), _run_key(path, options), options.incomplete)
-        from scaling.runs import collect_runs, write_table  # a second that the start needn't wait
-
+        for run in runs:
+            if run.own:
+                _refresh(run, options.incomplete)
         with FileLock(root / ".runs.csv.lock"):
             write_table(collect_runs(root), root / "runs.csv")
         _say(state, f"losses are in {root / 'runs.csv'}")
@@ -95,64 +104,31 @@ def score_runs(root: Path, tasks: Sequence[str], data: Path, options: argparse.N
     return 0
 
 
-def _refresh(path: Path, key: str, incomplete: bool) -> None:
-    """Set the flat losses of a run anew, which another `--incomplete` changes."""
-    results = read_results(path)
-    found = with_losses(results, key, incomplete=incomplete)
-    if results and found != results:
-        write_results(path, found)
-
-
 def score_model(tasks: Sequence[str], data: Path, options: argparse.Namespace) -> int:
     """Score one model and print its losses; `--out` keeps them."""
-    state, suite = processes(), _Suite(data, options)
+    state, suite = processes(), _suite(tasks, data, options)
     out = Path(options.out) if options.out else None
-    results = read_results(out) if out else {}
     lm = _model(options.model, options)
-    missing = _missing(results, lm.key, tasks, suite, options)
+    missing = suite.missing(read_results(out) if out else {}, lm.key, options)
     state.wait_for_everyone()
-    results = _score(lm, missing, suite, out, lm.key, options, True)
-    if state.is_main_process:
-        print(lm.key)
-        print(table(results["evaluations"][lm.key]))
+    _say(state, lm.key)
+    _score(lm, missing, suite, out, lm.key, options, flat=True)
     return 0
 
 
-def _unfit(path: Path) -> str | None:
-    """Why a run cannot be scored, None when it can."""
-    status = read_results(path).get("status") or "finished"  # as in the run table
-    if status != "finished":
-        return f"its status is {status}"
-    if not (path.parent / "checkpoint" / "config.json").is_file():
-        return "it has no checkpoint"
-    return None
+def _suite(tasks: Sequence[str], data: Path, options: argparse.Namespace) -> _Suite:
+    return _Suite(
+        settings={name: settings_of(name, data, options.limit, options.mc_rule) for name in tasks},
+        load=cache(lambda name: load_task(name, data, options.mc_rule)),
+    )
 
 
-def _file(path: Path) -> Path:
-    return path.with_name("evaluation.json")
-
-
-def _own(path: Path, options: argparse.Namespace) -> bool:
-    """Whether the run is scored at the recurrences that it was trained with."""
-    trained = read_results(path).get("recurrences")
-    return options.num_recurrences in (None, trained)
-
-
-def _run_key(path: Path, options: argparse.Namespace) -> str:
-    """Name a run's results by its checkpoint and the recurrences."""
-    trained = read_results(path).get("recurrences")
-    return f"checkpoint, r = {options.num_recurrences or trained}"
-
-
-def _missing(
-    results: Results, key: str, tasks: Sequence[str], suite: _Suite, options: argparse.Namespace
-) -> list[str]:
-    """Tasks without a result for this model and these settings."""
-    asked = {"max_length": options.max_length} if options.max_length else {}
-    asked |= {"dtype": options.dtype} if options.dtype != "auto" else {}
-    return [
-        name for name in tasks if not scored(results, key, name, suite.settings_of(name) | asked)
-    ]
+def _refresh(run: _Run, incomplete: bool) -> None:
+    """Set the flat losses of a run anew, which another `--incomplete` changes."""
+    results = read_results(run.file)
+    found = with_losses(results, run.key, incomplete=incomplete)
+    if results and found != results:
+        write_results(run.file, found)
 
 
 def _model(name: str, options: argparse.Namespace) -> LoopedLM:
@@ -177,12 +153,13 @@ def _score(
     out: Path | None,
     key: str,
     options: argparse.Namespace,
+    *,
     flat: bool,
-) -> Results:
-    """Score tasks one by one; the first process writes each result as it comes."""
-    results = read_results(out) if out else {}
+) -> None:
+    """Score tasks one by one; the first process writes each result as it comes, and tells all at the end."""
+    results = read_results(out) if out and lm.rank == 0 else {}
     for name in tasks:
-        result = run_task(lm, suite.task(name), suite.settings_of(name))
+        result = run_task(lm, suite.load(name), suite.settings[name])
         if result is None:
             continue
         results = with_result(results, key, name, result)
@@ -190,9 +167,10 @@ def _score(
             results = with_losses(results, key, incomplete=options.incomplete)
         if out:
             write_results(out, results)
-    return results
+    if lm.rank == 0:
+        print(table(results["evaluations"][key]), flush=True)
 
 
 def _say(state: PartialState, text: str) -> None:
     if state.is_main_process:
-        print(text, file=sys.stdout, flush=True)
+        print(text, flush=True)

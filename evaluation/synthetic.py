@@ -9,6 +9,7 @@ import json
 import random
 import string
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 Row = dict[str, Any]
@@ -36,6 +37,7 @@ _CODE = (
 )
 
 
+@cache
 def generated() -> dict[str, list[Row]]:
     """Generate the rows of all five tasks, context and continuation (and choices, gold)."""
     generator = random.Random(42)  # one for the four sets, in this order

@@ -8,7 +8,6 @@ model's tokenizer, which the harness's metadata name.
 import os
 import random
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -61,6 +60,7 @@ class LoopedTask(ConfigurableTask):
         rule = (wanted.get("metadata") or {}).get("mc_rule")
         if rule is not None and rule not in RULES:
             raise ValueError(f"mc_rule is {rule!r}, but must be one of {', '.join(RULES)}.")
+        self._built_with: dict[str, Any] | None = None
         super().__init__(config=wanted)
 
     def download(self, dataset_kwargs: Any = None, **_: Any) -> None:
@@ -75,9 +75,10 @@ class LoopedTask(ConfigurableTask):
 
     def build_all_requests(self, **options: Any) -> None:
         """Build the prompts, or take those of the last model: they do not depend on it."""
-        if self.__dict__.get("_built_with") != options:
+        if self._built_with != options:
             super().build_all_requests(**options)
             self._built_with = options
+            self._asked = {(one.doc["index"], one.idx): one.args for one in self.instances}
         for instance in self.instances:
             instance.resps, instance.filtered_resps = [], {}
 
@@ -123,19 +124,9 @@ class LoopedTask(ConfigurableTask):
         """Nats and tokens of one continuation."""
         if hasattr(result, "losses"):
             return -result[0], len(result.losses)
-        context, answer = self._asked[doc["index"]][place]
+        context, answer = self._asked[doc["index"], place]
         encode = self._tokenizer.encode
         return -result[0], len(encode(context + answer)) - len(encode(context))
-
-    @property
-    def _asked(self) -> dict[int, list[tuple[str, str]]]:
-        """Context and continuation of every request, by document."""
-        if self.__dict__.get("_asked_of") is not self.instances:
-            asked: dict[int, list[tuple[str, str]]] = {}
-            for one in sorted(self.instances, key=lambda one: (one.doc["index"], one.idx)):
-                asked.setdefault(one.doc["index"], []).append(one.args)
-            self._asked_of, self._asked_map = self.instances, asked
-        return self._asked_map
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -151,7 +142,7 @@ class LoopedTask(ConfigurableTask):
         options = {
             key: metadata[key] for key in ("revision", "trust_remote_code") if key in metadata
         }
-        return AutoTokenizer.from_pretrained(name, **deepcopy(options))
+        return AutoTokenizer.from_pretrained(name, **options)
 
 
 def _shared_prefix(choices: Sequence[Sequence[int]]) -> int:

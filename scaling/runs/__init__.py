@@ -4,7 +4,7 @@ What `training` and `model_cards` take from `scaling` is here alone.
 """
 
 from .checks import is_finished, left_out, status_of
-from .files import SCHEMA_VERSION, collect_runs, prepare, read_table
+from .files import SCHEMA_VERSION, collect_runs, prepare, read_object, read_table
 from .formats import read_raw, write_table
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "is_finished",
     "left_out",
     "prepare",
+    "read_object",
     "read_raw",
     "read_table",
     "status_of",

@@ -116,9 +116,9 @@ def collect_runs(root: str | os.PathLike[str]) -> pd.DataFrame:
         )
     records = []
     for path in paths:
-        record = {key: _flat(value) for key, value in _read_object(path).items()}
+        record = {key: _flat(value) for key, value in read_object(path).items()}
         beside = path.with_name("evaluation.json")
-        extra = _read_object(beside) if beside.is_file() else {}
+        extra = read_object(beside) if beside.is_file() else {}
         for key, value in extra.items():
             if record.get(key) is None and not isinstance(value, dict | list):
                 record[key] = value
@@ -129,7 +129,8 @@ def collect_runs(root: str | os.PathLike[str]) -> pd.DataFrame:
     return frame
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a run's record or what stands beside it: one JSON object, else ValueError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from evaluation.run import YAML, load_task, run_task, settings_of
-from evaluation.suite import AXES, GROUPS, TASKS
+from evaluation.suite import AXES, GROUPS, TASKS, VERSION
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,32 +101,69 @@ def test_the_command_starts_without_lm_evals_own_tasks(checkpoint, data):
     task = load_task("svamp", data, None)
     assert task.config.task == "looped_svamp"
     assert len(task.eval_docs) == 40
+    assert task.config.metadata["version"] == VERSION
+
+
+def launched(processes, *options):
+    """Run the command with that many processes; it must succeed. Returns what it printed."""
+    launch = []
+    if processes > 1:
+        port = str(29500 + os.getpid() % 1000)
+        launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+        launch += ["--master_port", port]
+    done = subprocess.run(
+        [sys.executable, *launch, "-m", "evaluation", *options],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def assert_same(one, many, processes):
+    """Sums are exact (fsum), batches differ: 1e-6. Counts and accuracies are equal."""
+    assert many["processes"] == processes
+    for name in ("tokens", "documents", "accuracy", "truncated", "merged"):
+        assert many[name] == one[name]
+    for name in ("loss", "loss_stderr", "bits_per_byte"):
+        assert many[name] == pytest.approx(one[name], rel=1e-6)
 
 
 @pytest.mark.parametrize("processes", [2])
 def test_several_processes_give_the_results_of_one(checkpoint, data, tmp_path, processes):
-    """Sums are exact (fsum), batches differ: 1e-6. Counts and accuracies are equal."""
     results = {}
     for number in (1, processes):
         out = tmp_path / f"{number}.json"
-        launch = [] if number == 1 else ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
-        port = [] if number == 1 else ["--master_port", str(29500 + os.getpid() % 1000)]
-        command = [sys.executable, *launch, *port, "-m", "evaluation", "--model", str(checkpoint)]
-        command += ["--data", str(data), "--tasks", "svamp", "arc_easy", "--limit", "15"]
-        done = subprocess.run(
-            [*command, "--out", str(out)],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
+        launched(
+            number, "--model", str(checkpoint), "--data", str(data), "--tasks", "svamp", "arc_easy",
+            "--limit", "15", "--out", str(out),
+        )  # fmt: skip
         (results[number],) = json.loads(out.read_text())["evaluations"].values()
     for task in ("svamp", "arc_easy"):
-        one, many = results[1][task], results[processes][task]
-        assert many["processes"] == processes
-        for name in ("tokens", "documents", "accuracy", "truncated", "merged"):
-            assert many[name] == one[name]
-        for name in ("loss", "loss_stderr", "bits_per_byte"):
-            assert many[name] == pytest.approx(one[name], rel=1e-6)
+        assert_same(results[1][task], results[processes][task], processes)
+
+
+def test_several_processes_score_a_folder_of_runs(checkpoint, data, tmp_path):
+    """Only the first process reads and prints results, which are not there before it writes them."""
+    for number in (1, 2):
+        folder = tmp_path / str(number) / "run"
+        shutil.copytree(checkpoint, folder / "checkpoint")
+        (folder / "run.json").write_text(json.dumps({"run_id": "run", "recurrences": 1}))
+        config = json.loads((folder / "checkpoint" / "config.json").read_text())
+        assert "num_recurrences" not in config  # an unlooped model
+        text = launched(
+            number, "--runs", str(tmp_path / str(number)), "--data", str(data),
+            "--tasks", "svamp", "--limit", "15",
+        )  # fmt: skip
+        assert text.count("looped_svamp") == 1 and text.count("1 to do") == 1
+    one, two = (
+        json.loads((tmp_path / name / "run" / "evaluation.json").read_text()) for name in "12"
+    )
+    assert_same(
+        one["evaluations"]["checkpoint, r = 1"]["svamp"],
+        two["evaluations"]["checkpoint, r = 1"]["svamp"],
+        2,
+    )
