@@ -56,9 +56,7 @@ def refuse_bad_runs(frame: pd.DataFrame, *, loss: str = "val_loss") -> None:
 
 def status_of(row: Mapping[str, Any]) -> str:
     """Status of a row; missing or empty means finished."""
-    value = row.get("status")
-    text = "" if absent(value) else str(value).strip().lower()
-    return text or "finished"
+    return _status(row.get("status"))
 
 
 def is_finished(frame: pd.DataFrame) -> "pd.Series[bool]":
@@ -75,9 +73,12 @@ def left_out(frame: pd.DataFrame) -> dict[str, int]:
 def _statuses(frame: pd.DataFrame) -> "pd.Series[str]":
     if "status" not in frame:
         return pd.Series("finished", index=frame.index)
-    text = frame["status"].astype(object).where(frame["status"].notna(), "")
-    text = text.astype(str).str.strip().str.lower()
-    return text.where(text != "", "finished")
+    return frame["status"].astype(object).map(_status)
+
+
+def _status(value: Any) -> str:
+    text = "" if absent(value) else str(value).strip().lower()
+    return text or "finished"
 
 
 def _refuse_bad_columns(source: str, frame: pd.DataFrame, needed: list[str], loss: str) -> None:
@@ -136,7 +137,7 @@ def _refuse_duplicates(runs: pd.DataFrame, places: pd.Series, loss: str) -> None
     repeated = np.flatnonzero(settings.duplicated())
     if len(repeated):
         row = repeated[0]
-        same = runs.groupby(keys, dropna=False, sort=False).ngroup().to_numpy()
+        same = settings.groupby(keys, dropna=False, sort=False).ngroup().to_numpy()
         first = runs.index[np.flatnonzero(same == same[row])[0]]
         raise ValueError(
             f"{places.iloc[row]}: the same run as row {first + 1} under another run_id (equal "

@@ -4,12 +4,13 @@ Columns are checked whole; a value that doesn't pass is looked at by itself and 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 from pandas.api import types
 
 from ..solver.laws import FloatArray
@@ -139,34 +140,33 @@ def _refuse_bad_sizes(
 ) -> None:
     """Refuse runs whose numbers contradict one another."""
     once, rec = columns["n_once"], columns["n_rec"]
-
-    def first(bad: Any) -> tuple[int, str, str] | None:
-        rows = np.flatnonzero(bad)
-        if not len(rows):
-            return None
-        return rows[0], places.iloc[rows[0]], f"--drop {runs['run_id'].iloc[rows[0]]}"
-
-    found = first(once + rec <= 0)
-    if found:
-        _, place, drop = found
-        raise ValueError(
-            f"{place}: n_once + n_rec is 0, but a model has parameters. Correct them; to leave the "
-            f"run out: {drop}."
-        )
     injection = columns.get("n_injection", np.zeros(len(runs)))
-    found = first(injection > rec)
-    if found:
-        row, place, drop = found
-        raise ValueError(
-            f"{place}: n_injection is {injection[row]:g}, above n_rec = {rec[row]:g}, but n_rec "
-            f"includes the injection. Add it to n_rec; to leave the run out: {drop}."
-        )
     ceiling = np.log(columns.get("vocab_size", np.full(len(runs), np.nan)))
-    found = first(columns[loss] > ceiling) if loss == "val_loss" else None
-    if found:
-        row, place, drop = found
-        raise ValueError(
-            f"{place}: {loss} is {columns[loss][row]:.3g} nats, above log(vocab_size) = "
-            f"{ceiling[row]:.3g}. Losses are nats per token (--loss-unit bits converts); to leave "
-            f"the run out: {drop}."
+
+    def refuse(bad: NDArray[np.bool_], why: Callable[[int], str]) -> None:
+        if bad.any():
+            row = int(np.argmax(bad))
+            raise ValueError(
+                f"{places.iloc[row]}: {why(row)}; to leave the run out: --drop "
+                f"{runs['run_id'].iloc[row]}."
+            )
+
+    refuse(
+        once + rec <= 0,
+        lambda row: "n_once + n_rec is 0, but a model has parameters. Correct them",
+    )
+    refuse(
+        injection > rec,
+        lambda row: (
+            f"n_injection is {injection[row]:g}, above n_rec = {rec[row]:g}, but n_rec "
+            "includes the injection. Add it to n_rec"
+        ),
+    )
+    if loss == "val_loss":
+        refuse(
+            columns[loss] > ceiling,
+            lambda row: (
+                f"{loss} is {columns[loss][row]:.3g} nats, above log(vocab_size) = "
+                f"{ceiling[row]:.3g}. Losses are nats per token (--loss-unit bits converts)"
+            ),
         )

@@ -88,10 +88,10 @@ def solve(
     theta, f, count = _ends(*newton(search.design, starts, everywhere, lower, upper, first))
     if not search.whole:
         theta, count = theta[:_POLISHED], count[:_POLISHED]
-        everywhere = np.broadcast_to(w, (len(theta), design.n))
+    everywhere = np.broadcast_to(w, (len(theta), design.n))
+    if not search.whole:
         theta, f = newton(design, theta, everywhere, lower, upper, first)
     if delta == 0:
-        everywhere = np.broadcast_to(w, (len(theta), design.n))
         theta, f = least_absolute(design, theta, everywhere, lower, upper)
     best = int(np.argmin(f))
     scale = float(w.sum()) * (delta or 1.0)
