@@ -11,10 +11,20 @@ from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
-Injection = Literal["linear", "additive", "passthrough", "hyperconnections"]
+Injection = Literal["linear", "additive", "passthrough", "diagonal", "hyperconnections"]
 StateInit = Literal["auto", "prelude", "zeros", "normal"]
 
-CONFIG_VERSION = 2  # 2: gated MLP, optional norms, residual multiplier
+CONFIG_VERSION = 3  # 2: gated MLP, optional norms, residual multiplier; 3: diagonal injection, adapters, time, exits
+
+TIME_FEATURES = 8  # functions of time and step size that condition a layer
+
+# What an unlooped model has of the loop: nothing.
+UNLOOPED = {
+    "injection": "passthrough",
+    "adapter_rank": None,
+    "time_conditioning": False,
+    "exit_gate": False,
+}
 
 
 @strict
@@ -43,12 +53,26 @@ class LoopedConfig(PreTrainedConfig):
         None: all.
     injection
         How the prelude's output e enters recurrence t: `linear` W·[e ‖ h] (eq. 5), `additive` h + e, `passthrough`
-        h (e is the initial state only), `hyperconnections` (section 5.2).
+        h (e is the initial state only), `diagonal` a ⊙ h + b ⊙ e with 0 < a < 1 (Parcae, Prairie et al. 2026,
+        arXiv:2604.12946), `hyperconnections` (section 5.2).
     num_cached_recurrences
         m, recurrences whose keys and values are cached while generating: the last m; earlier ones read the past of
         the slot they share (recurrence t uses slot t mod m) and their own tokens. None: all of them.
     num_lanes
         K, residual lanes of the hyperconnections.
+    adapter_rank
+        Rank of low-rank adapters that each recurrence adds to the shared matrices (relaxed recursive transformers, Bae
+        et al. 2024, arXiv:2410.20672). None: no adapters.
+    time_conditioning
+        Scale each shared layer's inputs and outputs by functions of time t/r and step size 1/r, so that fewer
+        recurrences take larger steps (LoopFormer, Jeddi et al. 2026, arXiv:2602.11451).
+    shortcut_weight
+        Weight of the shorter trajectory's losses where `forward` is given `shortcut_recurrences`.
+    exit_gate
+        A learned probability of stopping after each recurrence, trained by the losses of all recurrences, weighted by
+        the distribution of exits (Ouro, Zhu et al. 2025, arXiv:2510.25741).
+    exit_entropy_weight
+        β of the entropy of that distribution, which is subtracted from the loss, nats.
     state_init
         Initial state h(0): the prelude's output, zeros, or N(0, 1) noise. `auto`: zeros for `additive`, else prelude.
         In eval mode the noise is a fixed function of state_seed and position, so that decoding does not depend on
@@ -129,6 +153,11 @@ class LoopedConfig(PreTrainedConfig):
     num_cached_recurrences: int | None = None
     injection: Injection = "linear"
     num_lanes: int = 2
+    adapter_rank: int | None = None
+    time_conditioning: bool = False
+    shortcut_weight: float | int = 0.1
+    exit_gate: bool = False
+    exit_entropy_weight: float | int = 0.1
     state_init: StateInit = "auto"
     state_seed: int = 0
     hidden_act: str = "relu2"
@@ -193,16 +222,20 @@ class LoopedConfig(PreTrainedConfig):
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]
-        """How tensor parallelism splits each matrix: rules of Transformers, for the matrices that there are."""
+        """How tensor parallelism splits each matrix: rules of Transformers, for the matrices that there are.
+
+        Adapted matrices stay whole: there is no rule for them.
+        """
         columns = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj"]
         if self.gated_mlp:
             columns.append("mlp.gate_proj")
         styles = dict.fromkeys(columns, "colwise") | dict.fromkeys(
             ("self_attn.o_proj", "mlp.down_proj"), "rowwise"
         )
+        sections = ("prelude", "coda") if self.adapter_rank else ("prelude", "recurrent", "coda")
         return {
             f"{section}.*.{projection}": style
-            for section in ("prelude", "recurrent", "coda")
+            for section in sections
             for projection, style in styles.items()
         }
 
@@ -249,6 +282,11 @@ class LoopedConfig(PreTrainedConfig):
         return outer + cached * self.num_recurrent_layers
 
     @property
+    def has_recurrence_tables(self) -> bool:
+        """Whether there are weights of each recurrence's own, so that r is at most `num_trained_recurrences`."""
+        return self.injection == "hyperconnections" or self.adapter_rank is not None
+
+    @property
     def truncated(self) -> bool:
         """Whether training differentiates fewer recurrences than it runs (truncated BPTT)."""
         return self.backprop_recurrences < self.num_recurrences
@@ -279,7 +317,7 @@ class LoopedConfig(PreTrainedConfig):
         head_dim
             Head size.
         **fields
-            Any other field of the config; `injection` is ignored for r = 1, which has none.
+            Any other field of the config; those of the loop (`UNLOOPED`) are ignored for r = 1, which has none.
 
         Raises
         ------
@@ -316,7 +354,7 @@ class LoopedConfig(PreTrainedConfig):
         outer = (effective_depth - shared_depth) // 2
         unlooped = recurrences == 1
         if unlooped:
-            fields |= {"injection": "passthrough"}
+            fields |= UNLOOPED
         return cls(
             hidden_size=hidden_size,
             num_attention_heads=hidden_size // head_dim,
@@ -402,18 +440,29 @@ class LoopedConfig(PreTrainedConfig):
                 self.num_lanes,
                 "hyperconnections need at least two lanes (K >= 2)",
             )
+        _require(
+            self.adapter_rank is None or self.adapter_rank >= 1,
+            "adapter_rank",
+            self.adapter_rank,
+            "must be at least 1, or None for no adapters",
+        )
+        for name in ("shortcut_weight", "exit_entropy_weight"):
+            value = getattr(self, name)
+            _require(0 <= value < math.inf, name, value, "must be finite and not negative")
+        self._validate_tables()
+        if self.exit_gate:
+            _require(
+                self.exit_entropy_weight > 0,
+                "exit_entropy_weight",
+                self.exit_entropy_weight,
+                "an exit gate needs the entropy in its loss, or it soon stops everywhere after the same recurrence; "
+                "0.1 is a start",
+            )
             _require(
                 not self.truncated,
                 "num_backprop_recurrences",
                 k,
-                "hyperconnections have scalars for each recurrence, and those of the detached ones would never train; "
-                "use None, or another injection",
-            )
-            _require(
-                r <= self.num_trained_recurrences,
-                "num_recurrences",
-                r,
-                f"this model has hyperconnections for num_trained_recurrences = {self.num_trained_recurrences} only",
+                "an exit gate is trained by the losses of all recurrences, but detached ones get no gradient: None",
             )
         if self.injection == "passthrough":
             _require(
@@ -431,6 +480,25 @@ class LoopedConfig(PreTrainedConfig):
                 f"with injection={self.injection!r} the prelude's output enters as the initial state only; use "
                 "'prelude'",
             )
+
+    def _validate_tables(self):
+        """Rules of weights that each recurrence has of its own."""
+        if not self.has_recurrence_tables:
+            return
+        kind = "hyperconnections" if self.injection == "hyperconnections" else "adapters"
+        _require(
+            not self.truncated,
+            "num_backprop_recurrences",
+            self.num_backprop_recurrences,
+            f"{kind} have weights for each recurrence, and those of the detached ones would never train; use None, or "
+            "a model without them",
+        )
+        _require(
+            self.num_recurrences <= self.num_trained_recurrences,
+            "num_recurrences",
+            self.num_recurrences,
+            f"this model has {kind} for num_trained_recurrences = {self.num_trained_recurrences} only",
+        )
 
 
 def _require(holds: bool, field: str, value, rule: str):

@@ -9,9 +9,11 @@ larger r only appends slots; with a budget of m cached recurrences, recurrence t
 """
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -39,8 +41,10 @@ from transformers.utils.generic import (
 )
 from transformers.utils.output_capturing import capture_outputs
 
+from .adapters import AdaptedLinear, project
+from .adaptive_depth import ActiveTokens, AdaptiveDepth, divergence, relative_change
 from .chunked_loss import IGNORED, chunked_cross_entropy
-from .configuration_looped import LoopedConfig
+from .configuration_looped import TIME_FEATURES, LoopedConfig
 from .cpu_ops import (
     Linear,
     ReluSquared,
@@ -53,6 +57,9 @@ from .cpu_ops import (
     prefers_blocks,
 )
 
+Predict = Callable[[torch.Tensor], torch.Tensor]
+MatrixFactory = Callable[[int, int], nn.Module]  # of input and output size
+
 
 @dataclass
 class LoopedModelOutput(BaseModelOutputWithPast):
@@ -60,16 +67,25 @@ class LoopedModelOutput(BaseModelOutputWithPast):
 
     recurrent_states: with `output_recurrent_states`, r tensors [B, T, D], what the coda would read after each
     recurrence (the state h(t + 1), normed if the model norms it; with hyperconnections the lanes' sum).
+    recurrences_used: with `adaptive_depth`, the recurrences of each token, [B, T].
+    exit_hidden_states, exit_log_probabilities: with `output_exits`, what the LM head would read after each recurrence,
+    r tensors [B, T, D], and the log of the probability to stop there, [B, T, r].
+    shortcut_hidden_state: with `shortcut_recurrences`, what the LM head would read after so many, [B, T, D].
     """
 
     recurrent_states: tuple[torch.Tensor, ...] | None = None
+    recurrences_used: torch.Tensor | None = None
+    exit_hidden_states: tuple[torch.Tensor, ...] | None = None
+    exit_log_probabilities: torch.Tensor | None = None
+    shortcut_hidden_state: torch.Tensor | None = None
 
 
 @dataclass
 class LoopedCausalLMOutput(CausalLMOutputWithPast):
-    """Output of `LoopedForCausalLM`; recurrent_states as in `LoopedModelOutput`."""
+    """Output of `LoopedForCausalLM`; recurrent_states and recurrences_used as in `LoopedModelOutput`."""
 
     recurrent_states: tuple[torch.Tensor, ...] | None = None
+    recurrences_used: torch.Tensor | None = None
 
 
 class LoopedRMSNorm(nn.Module):
@@ -228,7 +244,7 @@ def update_cache(
 class LoopedAttention(nn.Module):
     """Causal grouped-query attention with rotary embedding and, with `qk_norm`, QK-norm without gain (Table 4)."""
 
-    def __init__(self, config: LoopedConfig, layer_idx: int):
+    def __init__(self, config: LoopedConfig, layer_idx: int, matrix: MatrixFactory):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
@@ -242,10 +258,10 @@ class LoopedAttention(nn.Module):
             config.num_attention_heads * config.head_dim,
             config.num_key_value_heads * config.head_dim,
         )
-        self.q_proj = Linear(config.hidden_size, width, bias=False)
-        self.k_proj = Linear(config.hidden_size, kv_width, bias=False)
-        self.v_proj = Linear(config.hidden_size, kv_width, bias=False)
-        self.o_proj = Linear(width, config.hidden_size, bias=False)
+        self.q_proj = matrix(config.hidden_size, width)
+        self.k_proj = matrix(config.hidden_size, kv_width)
+        self.v_proj = matrix(config.hidden_size, kv_width)
+        self.o_proj = matrix(width, config.hidden_size)
 
     def forward(
         self,
@@ -255,22 +271,30 @@ class LoopedAttention(nn.Module):
         cache: Cache | None = None,
         slot_offset: int = 0,
         keep: bool = True,
+        recurrence: int = 0,
+        active: ActiveTokens | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend. hidden_states [B, T, D] → [B, T, D], weights [B, H, T, S] where the implementation has them.
 
         slot_offset is added to the layer's own slot; keep says whether this call's keys and values stay in the cache.
+        recurrence chooses the adapters. active: the tokens at hand, where others have stopped early.
         """
         heads = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
+        query = project(self.q_proj, hidden_states, recurrence)
+        key = project(self.k_proj, hidden_states, recurrence)
         groups = key.shape[-1] // self.head_dim  # G, or the share of it on this device
         both = torch.cat((query, key), dim=-1).view(heads)  # [B, T, H + G, C]
         both = rotate_and_normalise(both, *position_embeddings, self.eps)
         query, key = both.split((both.shape[1] - groups, groups), dim=1)  # [B, H or G, T, C]
-        value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
+        value = project(self.v_proj, hidden_states, recurrence).view(heads).transpose(1, 2)
+        if active is not None:
+            key, value = active.complete(self.layer_idx, key, value)
         if cache is not None:
             slot = self.layer_idx + slot_offset
             key, value = update_cache(cache, key, value, slot, keep, kwargs)
+        if active is not None:
+            key, value = active.rows_of(key), active.rows_of(value)
         implementation = self.config._attn_implementation
         dropout = self.attention_dropout if self.training else 0.0
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
@@ -281,26 +305,29 @@ class LoopedAttention(nn.Module):
             self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
         )
         output = output.reshape(*hidden_states.shape[:-1], -1).contiguous()
-        return self.o_proj(output), weights
+        return project(self.o_proj, output, recurrence), weights
 
 
 class LoopedMLP(nn.Module):
     """Down(act(Up(x))), squared ReLU in the paper; with `gated_mlp` Down(act(Gate(x)) · Up(x)), as in Llama."""
 
-    def __init__(self, config: LoopedConfig):
+    def __init__(self, config: LoopedConfig, matrix: MatrixFactory):
         super().__init__()
         self.gated = config.gated_mlp
         if self.gated:
-            self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
+            self.gate_proj = matrix(config.hidden_size, config.intermediate_size)
+        self.up_proj = matrix(config.hidden_size, config.intermediate_size)
+        self.down_proj = matrix(config.intermediate_size, config.hidden_size)
         self.act_fn = ACT2FN[config.hidden_act]
         self.squared_relu = config.hidden_act == "relu2"
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, recurrence: int = 0) -> torch.Tensor:
+        up = project(self.up_proj, x, recurrence)
         if self.gated:
-            return self.down_proj(self._activate(self.gate_proj(x)) * self.up_proj(x))
-        return self.down_proj(self._activate(self.up_proj(x)))
+            hidden = self._activate(project(self.gate_proj, x, recurrence)) * up
+        else:
+            hidden = self._activate(up)
+        return project(self.down_proj, hidden, recurrence)
 
     def _activate(self, hidden: torch.Tensor) -> torch.Tensor:
         if differentiates_on_cpu(hidden) and self.squared_relu:
@@ -309,13 +336,16 @@ class LoopedMLP(nn.Module):
 
 
 class LoopedDecoderLayer(GradientCheckpointingLayer):
-    """Pre-norm block: x + m·Attn(RMSNorm(x)), then x + m·MLP(RMSNorm(x)), m the `residual_multiplier`."""
+    """Pre-norm block: x + m·Attn(RMSNorm(x)), then x + m·MLP(RMSNorm(x)), m the `residual_multiplier`.
 
-    def __init__(self, config: LoopedConfig, layer_idx: int):
+    With a modulation (σ₁, γ₁, σ₂, γ₂), [4, D], it is x + m·(1 + γ₁)·Attn((1 + σ₁)·RMSNorm(x)), and so on for the MLP.
+    """
+
+    def __init__(self, config: LoopedConfig, layer_idx: int, matrix: MatrixFactory):
         super().__init__()
         self.residual_multiplier = config.residual_multiplier
-        self.self_attn = LoopedAttention(config, layer_idx)
-        self.mlp = LoopedMLP(config)
+        self.self_attn = LoopedAttention(config, layer_idx, matrix)
+        self.mlp = LoopedMLP(config, matrix)
         self.input_layernorm = LoopedRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = LoopedRMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -323,13 +353,42 @@ class LoopedDecoderLayer(GradientCheckpointingLayer):
         self,
         hidden_states: torch.Tensor,
         cache: Cache | None = None,
+        recurrence: int = 0,
+        modulation: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         """Apply the block, [B, T, D] → [B, T, D]."""
-        attention, _ = self.self_attn(self.input_layernorm(hidden_states), cache=cache, **kwargs)
-        hidden_states = torch.add(hidden_states, attention, alpha=self.residual_multiplier)
-        mlp = self.mlp(self.post_attention_layernorm(hidden_states))
-        return torch.add(hidden_states, mlp, alpha=self.residual_multiplier)
+        m = self.residual_multiplier
+        normed = self.input_layernorm(hidden_states)
+        if modulation is not None:
+            normed = normed * (1 + modulation[0])
+        attention, _ = self.self_attn(normed, cache=cache, recurrence=recurrence, **kwargs)
+        if modulation is not None:
+            attention = attention * (1 + modulation[1])
+        hidden_states = torch.add(hidden_states, attention, alpha=m)
+        normed = self.post_attention_layernorm(hidden_states)
+        if modulation is not None:
+            normed = normed * (1 + modulation[2])
+        mlp = self.mlp(normed, recurrence)
+        if modulation is not None:
+            mlp = mlp * (1 + modulation[3])
+        return torch.add(hidden_states, mlp, alpha=m)
+
+
+class TimeModulation(nn.Linear):
+    """Modulation of a shared layer by time t/r and step size 1/r: [4, D], initially 0 (LoopFormer, arXiv:2602.11451).
+
+    A linear function of cos and sin of π and 2π times both.
+    """
+
+    def __init__(self, config: LoopedConfig):
+        super().__init__(TIME_FEATURES, 4 * config.hidden_size, bias=False)
+
+    def forward(self, t: int, r: int) -> torch.Tensor:
+        angles = [torch.pi * k * x for x in (t / r, 1 / r) for k in (1, 2)]
+        features = [function(angle) for angle in angles for function in (math.cos, math.sin)]
+        weight = self.weight
+        return nn.functional.linear(weight.new_tensor(features), weight).view(4, -1)
 
 
 # Injections share one interface: `start` makes what recurrences carry from the initial state, `read` gives the block's
@@ -377,6 +436,23 @@ class LinearInjection(PassthroughInjection):
         return self.proj(torch.cat((e, carried), dim=-1))
 
 
+class DiagonalInjection(PassthroughInjection):
+    """u(t) = a ⊙ h(t) + b ⊙ e, a = exp(−Δ·exp(log A)), so that 0 < a < 1 (Parcae, arXiv:2604.12946).
+
+    log A, b and the inverse softplus of the step Δ are weights, [D] each. Initially a = b = 1/2.
+    """
+
+    def __init__(self, config: LoopedConfig):
+        super().__init__(config)
+        self.log_rate = nn.Parameter(torch.empty(config.hidden_size))
+        self.step = nn.Parameter(torch.empty(config.hidden_size))
+        self.gain = nn.Parameter(torch.empty(config.hidden_size))
+
+    def read(self, carried: torch.Tensor, e: torch.Tensor, t: int) -> torch.Tensor:
+        rate = nn.functional.softplus(self.step.float()) * self.log_rate.float().exp()
+        return torch.exp(-rate).to(carried.dtype) * carried + self.gain.to(e.dtype) * e
+
+
 class HyperconnectionsInjection(PassthroughInjection):
     """K residual lanes ℓ: u = α·ℓ, ℓ ← M·ℓ + β ⊗ s, with α, M, β for each recurrence (section 5.2).
 
@@ -408,8 +484,28 @@ INJECTIONS = {
     "linear": LinearInjection,
     "additive": AdditiveInjection,
     "passthrough": PassthroughInjection,
+    "diagonal": DiagonalInjection,
     "hyperconnections": HyperconnectionsInjection,
 }
+
+
+class ExitGate(nn.Linear):
+    """Logit of the probability of stopping after a recurrence, [B, T, D] → [B, T]; initially 0 (Ouro)."""
+
+    def forward(self, state: torch.Tensor) -> torch.Tensor:
+        return super().forward(state).squeeze(-1).float()
+
+
+def exit_log_probabilities(gates: torch.Tensor) -> torch.Tensor:
+    """Log of the probability to stop after each of r recurrences, [B, T, r], given the gates' logits, [B, T, r].
+
+    p(t) = λ(t)·Π_{s<t} (1 − λ(s)), λ = σ(gate); the last takes what is left, whatever its gate says
+    (Ouro, arXiv:2510.25741).
+    """
+    stay = nn.functional.logsigmoid(-gates[..., :-1]).cumsum(dim=-1)  # log Π (1 − λ)
+    before = nn.functional.pad(stay, (1, 0))
+    stop = nn.functional.pad(nn.functional.logsigmoid(gates[..., :-1]), (0, 1))
+    return before + stop
 
 
 def position_noise(position_ids: torch.Tensor, size: int, seed: int) -> torch.Tensor:
@@ -507,11 +603,22 @@ class LoopedPreTrainedModel(PreTrainedModel):
             init.copy_(module.alpha, torch.eye(lanes)[torch.arange(r) % lanes])
             init.copy_(module.mixing, torch.eye(lanes).expand(r, lanes, lanes))
             init.ones_(module.beta)
+        elif isinstance(module, DiagonalInjection):
+            init.zeros_(module.log_rate)
+            init.zeros_(module.step)  # Δ = softplus(0) = log 2
+            init.constant_(module.gain, 0.5)
+        elif isinstance(module, (TimeModulation, ExitGate)):
+            init.zeros_(module.weight)
+            if module.bias is not None:
+                init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, mean=0.0, std=scale)
         elif isinstance(module, nn.Linear):
             bound = scale * (3.0 / module.in_features) ** 0.5
             init.uniform_(module.weight, -bound, bound)
+            if isinstance(module, AdaptedLinear):
+                init.uniform_(module.adapter_down, -bound, bound)
+                init.zeros_(module.adapter_up)
         else:
             super()._init_weights(module)
 
@@ -555,10 +662,21 @@ class LoopedModel(LoopedPreTrainedModel):
             config.num_prelude_layers,
             config.num_prelude_layers + config.num_coda_layers,
         )
-        self.prelude = _layers(config, config.num_prelude_layers, first_slot=0)
-        self.recurrent = _layers(config, config.num_recurrent_layers, first_slot=first_recurrent)
-        self.coda = _layers(config, config.num_coda_layers, first_slot=first_coda)
+        plain = partial(Linear, bias=False)
+        shared: MatrixFactory = plain
+        if config.adapter_rank is not None:
+            shared = partial(
+                AdaptedLinear, rank=config.adapter_rank, recurrences=config.num_trained_recurrences
+            )
+        layers = partial(_layers, config)
+        self.prelude = layers(config.num_prelude_layers, first_slot=0, matrix=plain)
+        self.recurrent = layers(config.num_recurrent_layers, first_recurrent, matrix=shared)
+        self.coda = layers(config.num_coda_layers, first_slot=first_coda, matrix=plain)
         self.injection = INJECTIONS[config.injection](config)
+        if config.time_conditioning:
+            self.time_modulation = nn.ModuleList(TimeModulation(config) for _ in self.recurrent)
+        if config.exit_gate:
+            self.exit_gate = ExitGate(config.hidden_size, 1)
         self.recurrent_norm = _optional_norm(config, config.recurrent_norm)
         self.norm = LoopedRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = LoopedRotaryEmbedding(config)
@@ -578,6 +696,10 @@ class LoopedModel(LoopedPreTrainedModel):
         use_cache: bool | None = None,
         num_recurrences: int | None = None,
         output_recurrent_states: bool = False,
+        adaptive_depth: AdaptiveDepth | None = None,
+        predict: Predict | None = None,
+        output_exits: bool = False,
+        shortcut_recurrences: int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LoopedModelOutput:
         """Run prelude, r recurrences and coda.
@@ -597,14 +719,25 @@ class LoopedModel(LoopedPreTrainedModel):
             r of this call; None: the config's.
         output_recurrent_states
             Return the state after each recurrence.
+        adaptive_depth
+            Let tokens or rows stop before the last recurrence (in eval mode); returns `recurrences_used`.
+        predict
+            Log-probabilities [B, T, V] of what the LM head would read, [B, T, D]; for the criterion "kl".
+        output_exits
+            Return what the LM head would read after each recurrence, and the exit gate's probabilities.
+        shortcut_recurrences
+            Return also what the LM head would read after that many recurrences of r/s times the step size (for models
+            with `time_conditioning`).
 
         Raises
         ------
         ValueError
             If both or neither of `input_ids` and `inputs_embeds` are given, shapes do not fit, a token id or r is out
-            of range, or the cache is too short or was filled with fewer recurrences.
+            of range, the cache is too short or was filled with fewer recurrences, or the model lacks what an argument
+            needs (an exit gate, time conditioning).
         """
         r = self.recurrences(num_recurrences)
+        self._check_training_arguments(r, output_exits, shortcut_recurrences, cache)
         inputs_embeds = self._embed(input_ids, inputs_embeds)
         given_cache, given_positions, seen = cache, position_ids, 0
         if isinstance(cache, Cache):  # unlike generate_batch's, which comes with mask and positions
@@ -630,18 +763,44 @@ class LoopedModel(LoopedPreTrainedModel):
             "position_ids": position_ids,
             "position_embeddings": self.rotary_emb(inputs_embeds, position_ids),
         }
-        hidden_states = self.embed_norm(inputs_embeds)
+        e = self.embed_norm(inputs_embeds)
         for layer in self.prelude:
-            hidden_states = layer(hidden_states, cache=cache, **kwargs)
-        states = self._recur(hidden_states, r, cache, output_recurrent_states, **kwargs)
-        hidden_states = states[-1]
-        for layer in self.coda:
-            hidden_states = layer(hidden_states, cache=cache, **kwargs)
+            e = layer(e, cache=cache, **kwargs)
+        used = None
+        if adaptive_depth is None:
+            every = output_recurrent_states or output_exits
+            states = self._recur(e, r, cache, every, **kwargs)
+        else:
+            self._check_adaptive(adaptive_depth, predict, output_recurrent_states, cache)
+            padding = attention_mask[:, -e.shape[1] :] == 0 if _is_2d(attention_mask) else None
+            state, used = self._recur_adaptively(
+                e, r, cache, adaptive_depth, predict, padding, seen, **kwargs
+            )
+            states = (state,)
+        exits = gates = shortcut = None
+        if output_exits:
+            exits = tuple(self._coda(state, None, **kwargs) for state in states)
+            gates = torch.stack([self.exit_gate(state) for state in states], dim=-1)
+        if shortcut_recurrences is not None:
+            (state,) = self._recur(e, shortcut_recurrences, None, False, **kwargs)
+            shortcut = self._coda(state, None, **kwargs)
         return LoopedModelOutput(
-            last_hidden_state=self.norm(hidden_states),
+            last_hidden_state=self._coda(states[-1], cache, **kwargs)
+            if exits is None
+            else exits[-1],
             cache=cache,
             recurrent_states=states if output_recurrent_states else None,
+            recurrences_used=used,
+            exit_hidden_states=exits,
+            exit_log_probabilities=None if gates is None else exit_log_probabilities(gates),
+            shortcut_hidden_state=shortcut,
         )
+
+    def _coda(self, state: torch.Tensor, cache: Cache | None, **kwargs) -> torch.Tensor:
+        """Apply the coda and the last norm: what the LM head reads, [B, T, D] → [B, T, D]."""
+        for layer in self.coda:
+            state = layer(state, cache=cache, **kwargs)
+        return self.norm(state)
 
     def _embed(
         self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
@@ -680,19 +839,96 @@ class LoopedModel(LoopedPreTrainedModel):
         truncated = (
             r - self.config.backprop_recurrences if self.training and self.config.truncated else 0
         )
-        cached = self.config.cached_recurrences(r)
         carried = self.injection.start(self._initial_state(e, kwargs["position_ids"]))
         states = []
         for t in range(r):
-            slots = {"slot_offset": t % cached * len(self.recurrent), "keep": t >= r - cached}
             with _without_gradient(e.device.type) if t < truncated else nullcontext():
-                hidden_states = self.injection.read(carried, e, t)
-                for layer in self.recurrent:
-                    hidden_states = layer(hidden_states, cache=cache, **slots, **kwargs)
-                carried = self.injection.write(carried, self.recurrent_norm(hidden_states), t)
+                carried = self._recurrence(carried, e, t, r, cache, **kwargs)
             if every_state or t == r - 1:
                 states.append(self.injection.finish(carried))
         return tuple(states)
+
+    def _recurrence(
+        self, carried: torch.Tensor, e: torch.Tensor, t: int, r: int, cache: Cache | None, **kwargs
+    ) -> torch.Tensor:
+        """Run the shared block once, as recurrence t of r."""
+        hidden_states = self.injection.read(carried, e, t)
+        for index, layer in enumerate(self.recurrent):
+            if self.config.time_conditioning:
+                kwargs["modulation"] = self.time_modulation[index](t, r)
+            hidden_states = layer(
+                hidden_states, cache=cache, recurrence=t, **self._slots(t, r), **kwargs
+            )
+        return self.injection.write(carried, self.recurrent_norm(hidden_states), t)
+
+    def _slots(self, t: int, r: int) -> dict:
+        """Where recurrence t of r finds its slots, and whether it leaves its keys and values there."""
+        cached = self.config.cached_recurrences(r)
+        return {"slot_offset": t % cached * len(self.recurrent), "keep": t >= r - cached}
+
+    def _recur_adaptively(
+        self,
+        e: torch.Tensor,
+        r: int,
+        cache: Cache | None,
+        depth: AdaptiveDepth,
+        predict: Predict | None,
+        padding: torch.Tensor | None,
+        seen: int,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run up to r recurrences, each on the tokens that have not stopped; return the last states and counts used.
+
+        e, states: [B, T, D]; counts, padding: [B, T].
+        """
+        masks = {name: kwargs.pop(name) for name in ("attention_mask", "position_ids")}
+        masks |= {"mask": masks.pop("attention_mask"), "seen": seen}
+        masks["position_embeddings"] = kwargs.pop("position_embeddings")
+        active = ActiveTokens(e.shape[:2], e.device)
+        carried = self.injection.start(self._initial_state(e, masks["position_ids"]))
+        state = self.injection.finish(carried)  # [B, T, D]
+        used = e.new_zeros(e.shape[:2], dtype=torch.long)
+        left = e.new_zeros((*e.shape[:2], 1), dtype=torch.float)  # log Π (1 − λ) of the gate
+        predicted = None
+        for t in range(r):
+            if not active:
+                self._fill_slots(active, t, r, cache)
+                continue
+            inputs = active.inputs(**masks) | kwargs | {"active": active}
+            part = self._recurrence(active.select(carried), active.select(e), t, r, cache, **inputs)
+            used = active.put(used[..., None], active.select(used[..., None]) + 1)[..., 0]
+            new, old = self.injection.finish(part), active.select(state)
+            carried, state = active.put(carried, part), active.put(state, new)
+            if t == r - 1 or depth.threshold == 0:
+                continue
+            if depth.criterion == "change":
+                measure = relative_change(new, old)
+            elif depth.criterion == "gate":
+                stay = (
+                    active.select(left) + nn.functional.logsigmoid(-self.exit_gate(new))[..., None]
+                )
+                left, measure = active.put(left, stay), stay[..., 0].exp()
+            else:
+                scores = predict(self._coda(new, cache, keep=False, **inputs))
+                if predicted is None:
+                    predicted, measure = scores, torch.full_like(scores[..., 0], torch.inf)
+                else:
+                    measure = divergence(scores, active.select(predicted))
+                    predicted = active.put(predicted, scores)
+            outside = None if padding is None else active.select(padding[..., None])[..., 0]
+            active.stop(depth.stops(measure, outside))
+        depth.used.append(used)
+        return state, used
+
+    def _fill_slots(self, active: ActiveTokens, t: int, r: int, cache: Cache | None) -> None:
+        """Leave the last keys and values of all tokens in the slots of recurrence t, which no token runs."""
+        slots = self._slots(t, r)
+        if cache is None or not slots["keep"]:
+            return
+        for layer in self.recurrent:
+            attention = layer.self_attn
+            slot = attention.layer_idx + slots["slot_offset"]
+            update_cache(cache, *active.kept(attention.layer_idx), slot, True, {})
 
     def _initial_state(self, e: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """h(0), [B, T, D]."""
@@ -716,13 +952,71 @@ class LoopedModel(LoopedPreTrainedModel):
             raise ValueError(f"num_recurrences is {r!r}: a whole number is needed.")
         if r < 1:
             raise ValueError(f"num_recurrences is {r}: at least one recurrence is needed.")
-        if self.config.injection == "hyperconnections" and r > self.config.num_trained_recurrences:
+        if self.config.has_recurrence_tables and r > self.config.num_trained_recurrences:
+            kind = "hyperconnections" if self.config.injection == "hyperconnections" else "adapters"
             raise ValueError(
-                f"num_recurrences is {r}, but this model has hyperconnections for "
+                f"num_recurrences is {r}, but this model has {kind} for "
                 f"{self.config.num_trained_recurrences} recurrences (num_trained_recurrences). Ask for at most that "
                 "many."
             )
         return r
+
+    def _check_training_arguments(
+        self, r: int, output_exits: bool, shortcut: int | None, cache: Cache | None
+    ) -> None:
+        """Refuse exits without a gate, and shortcuts without time conditioning or of no fewer recurrences."""
+        if output_exits and not self.config.exit_gate:
+            raise ValueError(
+                "output_exits needs a model with exit_gate=True; this one has no gate."
+            )
+        if (output_exits or shortcut is not None) and cache is not None:
+            raise ValueError(
+                "output_exits and shortcut_recurrences are for training: leave cache out, they would fill it twice."
+            )
+        if shortcut is None:
+            return
+        if not self.config.time_conditioning:
+            raise ValueError(
+                f"shortcut_recurrences is {shortcut}, but the model doesn't know its step size: it needs "
+                "time_conditioning=True."
+            )
+        if not 1 <= shortcut < r:
+            raise ValueError(
+                f"shortcut_recurrences is {shortcut}: it must lie in 1..{r - 1}, fewer than the {r} of the call."
+            )
+
+    def _check_adaptive(
+        self,
+        depth: AdaptiveDepth,
+        predict: Predict | None,
+        every_state: bool,
+        cache: Cache | None,
+    ) -> None:
+        """Refuse adaptive depth where it would mean nothing or give other numbers in silence."""
+        if self.training:
+            raise ValueError("adaptive_depth is for inference: call model.eval() first.")
+        if depth.criterion == "gate" and not self.config.exit_gate:
+            raise ValueError(
+                'adaptive_depth has criterion="gate", but the model has no exit gate (exit_gate=True in its config, '
+                'trained with it). Use "change" or "kl".'
+            )
+        if depth.criterion == "kl" and predict is None:
+            raise ValueError(
+                'adaptive_depth has criterion="kl", which needs an LM head: call LoopedForCausalLM, or give predict.'
+            )
+        if every_state:
+            raise ValueError(
+                "output_recurrent_states and adaptive_depth exclude each other: a token that stops has no later states."
+            )
+        if self.config._attn_implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                f"adaptive_depth needs the attention 'sdpa' or 'eager', not {self.config._attn_implementation!r}: "
+                "its queries are some of the tokens."
+            )
+        if cache is not None and not isinstance(cache, Cache):
+            raise ValueError(
+                "adaptive_depth does not go with generate_batch's paged cache; use generate."
+            )
 
     def _check_cache(self, cache: Cache, r: int, seen: int | torch.Tensor, new_tokens: int) -> None:
         """Refuse a cache with too few slots, of unequal lengths, or with no room for the new tokens."""
@@ -752,6 +1046,10 @@ class LoopedModel(LoopedPreTrainedModel):
                 f"The cache has room for {room} tokens, but holds {first} and gets {new_tokens} more. Make it with "
                 f"max_cache_len >= {first + new_tokens}."
             )
+
+
+def _is_2d(mask: torch.Tensor | None) -> bool:
+    return isinstance(mask, torch.Tensor) and mask.ndim == 2
 
 
 def _check_shapes(
@@ -833,6 +1131,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         output_recurrent_states: bool = False,
         logits_to_keep: int | torch.Tensor = 0,
         skip_logits: bool | None = None,
+        adaptive_depth: AdaptiveDepth | None = None,
+        shortcut_recurrences: int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LoopedCausalLMOutput:
         """Score tokens; arguments as in `LoopedModel.forward`, and these.
@@ -847,7 +1147,18 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         skip_logits
             With labels, return the loss alone, computed without holding the logits (`chunked_loss.py`). None: in
             training what the config says, else False.
+        shortcut_recurrences
+            s: add `shortcut_weight` times the loss after s recurrences, and the mean squared distance per channel of
+            what the LM head reads then from what it reads after all r (LoopFormer, arXiv:2602.11451).
+
+        In training, the loss of a model with an exit gate is Σ_t p(t)·L(t) − β·H(p), the mean over tokens of the
+        losses after each recurrence, weighted by the exit distribution, less its entropy (Ouro, arXiv:2510.25741,
+        eq. 4); in eval mode it is that of the last recurrence.
         """
+        exits = self.training and self.config.exit_gate
+        exits = exits and (labels is not None or kwargs.get("shift_labels") is not None)
+        if exits or shortcut_recurrences is not None:
+            self._check_objective(exits, shortcut_recurrences, labels, **kwargs)
         outputs: LoopedModelOutput = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -857,6 +1168,10 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             num_recurrences=num_recurrences,
             output_recurrent_states=output_recurrent_states,
+            adaptive_depth=adaptive_depth,
+            predict=self._log_probabilities if adaptive_depth is not None else None,
+            output_exits=exits,
+            shortcut_recurrences=shortcut_recurrences,
             **kwargs,
         )
         hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
@@ -869,17 +1184,21 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             name = "labels" if shift_labels is None else "shift_labels"
             targets = labels if shift_labels is None else shift_labels
             _check_targets(name, targets, hidden_states.shape[:-1], self.config.vocab_size)
-        if scored and skip_logits and self._can_skip_logits(**kwargs):
+        if exits:
+            loss, logits = self._exit_loss(outputs, labels, logits_to_keep, **kwargs)
+        elif scored and skip_logits and self._can_skip_logits(**kwargs):
             loss = self._chunked_loss(hidden_states, labels, **kwargs)
         else:
-            logits = self.lm_head(hidden_states).float()  # [B, T, V]
-            cap = self.config.final_logit_softcapping
-            if cap is not None:
-                logits = cap * torch.tanh(logits / cap)
+            logits = self._logits(hidden_states)
             if scored:
                 loss = self.loss_function(
                     logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
                 )
+        if shortcut_recurrences is not None:
+            short = slice_logits_to_keep(outputs.shortcut_hidden_state, logits_to_keep)
+            loss = loss + self.config.shortcut_weight * self._shortcut_loss(
+                short, hidden_states, labels, **kwargs
+            )
         return LoopedCausalLMOutput(
             loss=loss,
             logits=None if scored and skip_logits else logits,
@@ -887,7 +1206,72 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             recurrent_states=outputs.recurrent_states,
+            recurrences_used=outputs.recurrences_used,
         )
+
+    def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Soft-capped float32 logits, [B, T, D] → [B, T, V]."""
+        logits = self.lm_head(hidden_states).float()
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _log_probabilities(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self._logits(hidden_states).log_softmax(dim=-1)
+
+    def _check_objective(
+        self, exits: bool, shortcut: int | None, labels: torch.Tensor | None, **kwargs
+    ) -> None:
+        """Refuse what would leave a gate or a shortcut without its loss."""
+        if exits and self.loss_function is not ForCausalLMLoss:
+            raise ValueError(
+                "This model has an exit gate, which is trained by the losses of all recurrences; another loss_function "
+                "would leave it untrained. Use the model's own loss, or exit_gate=False."
+            )
+        if shortcut is not None and labels is None and kwargs.get("shift_labels") is None:
+            raise ValueError(
+                f"shortcut_recurrences is {shortcut}, but there are no labels to train on; leave it out."
+            )
+        if exits and shortcut is not None:
+            raise ValueError(
+                "exit_gate and shortcut_recurrences are two objectives for fewer recurrences; use one of them."
+            )
+
+    def _exit_loss(
+        self,
+        outputs: LoopedModelOutput,
+        labels: torch.Tensor | None,
+        logits_to_keep: int | torch.Tensor,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Σ_t p(t)·L(t) − β·H(p), nats per scored token, and the logits of the last recurrence, [B, T, V]."""
+        targets = _targets(labels, kwargs.get("shift_labels"))
+        log_p = slice_logits_to_keep(outputs.exit_log_probabilities, logits_to_keep)
+        scored = targets != IGNORED
+        total = log_p.new_zeros(())
+        for t, hidden_states in enumerate(outputs.exit_hidden_states):
+            logits = self._logits(slice_logits_to_keep(hidden_states, logits_to_keep))
+            losses = nn.functional.cross_entropy(
+                logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="none"
+            ).view(targets.shape)
+            p = log_p[..., t].exp()
+            entropy = self.config.exit_entropy_weight * p * log_p[..., t]  # −β·H of this exit
+            total = total + (p * losses + entropy)[scored].sum()
+        return total / _items(num_items_in_batch, targets, total), logits
+
+    def _shortcut_loss(
+        self,
+        short: torch.Tensor,
+        full: torch.Tensor,
+        labels: torch.Tensor | None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """Loss after fewer recurrences, and its distance from the states after all, which it does not move."""
+        targets = _targets(labels, kwargs.get("shift_labels"))
+        loss = self._chunked_loss(short, labels, kwargs.get("shift_labels"), num_items_in_batch)
+        squares = (short.float() - full.detach().float()).square().mean(dim=-1)[targets != IGNORED]
+        return loss + squares.sum() / _items(num_items_in_batch, targets, squares)
 
     def _can_skip_logits(self, ignore_index: int = IGNORED, **kwargs) -> bool:
         """Whether head and loss are those of `_chunked_loss`, without adapter, tensor parallelism or another loss."""
@@ -907,15 +1291,9 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         **kwargs,
     ) -> torch.Tensor:
         """`loss_function` without the logits: summed cross entropy over scored tokens or `num_items_in_batch`."""
-        if shift_labels is None:
-            shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        targets = shift_labels.to(hidden_states.device)
+        targets = _targets(labels, shift_labels).to(hidden_states.device)
         total = self.lm_head(hidden_states, targets, self.config.final_logit_softcapping)
-        if num_items_in_batch is None:
-            num_items_in_batch = (targets != IGNORED).sum()
-        elif torch.is_tensor(num_items_in_batch):
-            num_items_in_batch = num_items_in_batch.to(total.device)
-        return total / num_items_in_batch
+        return total / _items(num_items_in_batch, targets, total)
 
     def _get_resized_lm_head(self, *args, **kwargs) -> LoopedLMHead:
         """Keep the LM head's class, which Transformers replaces by nn.Linear."""
@@ -971,6 +1349,24 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         return super().generate_batch(inputs, *args, **kwargs)
 
 
+def _targets(labels: torch.Tensor | None, shift_labels: torch.Tensor | None) -> torch.Tensor:
+    """Target of each position, [B, T]: those given, or the next label."""
+    if shift_labels is not None:
+        return shift_labels
+    return nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+
+
+def _items(
+    num_items_in_batch: torch.Tensor | int | None, targets: torch.Tensor, like: torch.Tensor
+) -> torch.Tensor | int:
+    """Count what a sum of losses is divided by: the scored tokens, unless the trainer did."""
+    if num_items_in_batch is None:
+        return (targets != IGNORED).sum()
+    if torch.is_tensor(num_items_in_batch):
+        return num_items_in_batch.to(like.device)
+    return num_items_in_batch
+
+
 @contextmanager
 def _without_gradient(device_type: str):
     """Record nothing for differentiation, and keep casts made here out of autocast's cache.
@@ -989,8 +1385,12 @@ def _optional_norm(config: LoopedConfig, present: bool) -> nn.Module:
     return LoopedRMSNorm(config.hidden_size, config.rms_norm_eps) if present else nn.Identity()
 
 
-def _layers(config: LoopedConfig, count: int, first_slot: int) -> nn.ModuleList:
-    return nn.ModuleList(LoopedDecoderLayer(config, first_slot + index) for index in range(count))
+def _layers(
+    config: LoopedConfig, count: int, first_slot: int, matrix: MatrixFactory
+) -> nn.ModuleList:
+    return nn.ModuleList(
+        LoopedDecoderLayer(config, first_slot + index, matrix) for index in range(count)
+    )
 
 
 __all__ = ["LoopedForCausalLM", "LoopedModel", "LoopedPreTrainedModel"]

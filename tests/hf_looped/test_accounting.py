@@ -39,7 +39,7 @@ def paper_config(s, r, **fields):
 
 
 configs = st.builds(
-    lambda heads, groups, head, injection, layers, r, lanes, vocab, tied, mlp, options: (
+    lambda heads, groups, head, injection, layers, r, lanes, vocab, tied, mlp, options, rank: (
         LoopedConfig(
             vocab_size=vocab,
             hidden_size=8 * heads,
@@ -48,6 +48,9 @@ configs = st.builds(
             qk_norm=options[1],
             embedding_norm=options[2],
             recurrent_norm=options[3],
+            time_conditioning=options[4],
+            exit_gate=options[5],
+            adapter_rank=rank,
             num_attention_heads=heads * groups,
             num_key_value_heads=heads,
             head_dim=head,
@@ -63,14 +66,15 @@ configs = st.builds(
     st.integers(1, 4),
     st.integers(1, 3),
     st.sampled_from([4, 8, 10]),
-    st.sampled_from(["linear", "additive", "passthrough", "hyperconnections"]),
+    st.sampled_from(["linear", "additive", "passthrough", "diagonal", "hyperconnections"]),
     st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(0, 2)),
     st.integers(1, 4),
     st.integers(2, 4),
     st.integers(8, 40),
     st.booleans(),
     st.sampled_from([None, 24]),
-    st.tuples(*[st.booleans()] * 4),
+    st.tuples(*[st.booleans()] * 6),
+    st.sampled_from([None, 3]),
 )
 
 
@@ -87,14 +91,17 @@ def test_counts_sum_to_the_parameters_of_the_module(config):
     assert count.once + count.rec + count.norm + count.embedding == sum(sizes.values())
     assert count.total == sum(sizes.values())
 
-    def total(*parts):
-        return sum(n for name, n in sizes.items() if any(part in name for part in parts))
+    def total(*parts, where=""):
+        found = {name: n for name, n in sizes.items() if any(part in name for part in parts)}
+        return sum(n for name, n in found.items() if where in name)
 
     assert count.norm == total("norm")
     assert count.embedding == total("embed_tokens", "lm_head")
-    assert count.injection == total("injection.proj") <= count.rec
-    shared = sum(n for name, n in sizes.items() if ".recurrent." in name and "norm" not in name)
-    assert count.rec == shared + count.injection
+    scalars = total("injection.alpha", "injection.mixing", "injection.beta")
+    assert count.injection == total("injection") - scalars <= count.rec
+    assert count.once == total("prelude", "coda") - total("prelude.", "coda.", where="norm") + (
+        scalars + total("adapter")
+    )
     assert weight_bytes(config) == 2 * sum(sizes.values())
 
 
@@ -107,7 +114,12 @@ def counted_flops(config, length, rows=2):
         loss = model(x, labels=x, use_cache=False).loss
     with FlopCounterMode(display=False) as backward:
         loss.backward()
-    return forward.get_total_flops(), backward.get_total_flops(), rows * length
+    # The time modulation's products are of weights alone: [8] → [4·D] for each layer and recurrence, forward, and
+    # the weight's gradient, backward.
+    modulation = 2 * 8 * 4 * config.hidden_size * config.time_conditioning
+    modulation *= config.num_recurrences * config.num_recurrent_layers
+    tokens = rows * length
+    return forward.get_total_flops() - modulation, backward.get_total_flops() - modulation, tokens
 
 
 @pytest.mark.parametrize(
@@ -125,24 +137,35 @@ def counted_flops(config, length, rows=2):
         {"gated_mlp": True, "intermediate_size": 88, "num_backprop_recurrences": 3},
         {"qk_norm": False, "embedding_norm": False, "recurrent_norm": False},
         {"residual_multiplier": 0.25},
+        {"injection": "diagonal"},
+        {"injection": "diagonal", "adapter_rank": 3},
+        {"adapter_rank": 2, "gated_mlp": True, "num_attention_heads": 4, "num_key_value_heads": 2},
+        {"time_conditioning": True},
+        {"exit_gate": True},
     ],
     ids=str,
 )
 def test_flops_are_those_of_the_matrix_products_that_run_plus_gains(tiny_config, fields):
-    """Equal integers. The formula's only terms that are no product: gains, 2·(2d) a block, and β ⊗ s, 2·K·d."""
+    """Equal integers. The formula's terms that are no product: gains, 2·(2d) a block, β ⊗ s, 2·K·d, a ⊙ h + b ⊙ e, 4·d,
+    and the four gains of a layer's modulation.
+    """
     config = tiny_config(num_recurrences=4, **fields)
     length = 10
     forward, backward, tokens = counted_flops(config, length)
-    d, r, outer = 32, 4, config.num_prelude_layers + config.num_coda_layers
-    recurrence = config.num_recurrent_layers * 4 * d
+    exits = 4 if config.exit_gate else 1  # how often the coda runs in training
+    d, r, outer = 32, 4, config.num_prelude_layers + exits * config.num_coda_layers
+    recurrence = config.num_recurrent_layers * (12 if config.time_conditioning else 4) * d
+    if config.injection == "diagonal":
+        recurrence += 4 * d
     if config.injection == "hyperconnections":
         recurrence += 2 * config.num_lanes * d
     differentiated = config.num_backprop_recurrences or r
     elementwise_forward = outer * 4 * d + r * recurrence
     elementwise_backward = 2 * (outer * 4 * d + differentiated * recurrence)
-    assert forward_flops_per_token(config, length) * tokens == (
-        forward + tokens * elementwise_forward
-    )
+    if not config.exit_gate:
+        assert forward_flops_per_token(config, length) * tokens == (
+            forward + tokens * elementwise_forward
+        )
     assert train_flops_per_token(config, length) * tokens == (
         forward + backward + tokens * (elementwise_forward + elementwise_backward)
     )
@@ -254,12 +277,34 @@ def test_cached_bytes_are_those_of_a_real_cache(tiny_model, tokens):
     assert held == 5 * kv_bytes_per_token(model.config, bytes_per_value=4)
 
 
-def test_executed_parameters_are_half_the_forward_flops_without_attention_and_head():
-    for r in (1, 2, 4, 8):
-        config = paper_config(10, r)
-        assert 2 * executed_parameters(config) == (
-            forward_flops_per_token(config, 0) - 2 * 640 * 32064
-        )
+@pytest.mark.parametrize("injection", ["linear", "passthrough"])
+def test_executed_parameters_are_those_of_the_modules_times_their_calls(tiny_config, injection):
+    config = tiny_config(num_recurrences=3, injection=injection)
+    sizes = {name: p.numel() for name, p in LoopedForCausalLM(config).model.named_parameters()}
+
+    def total(*sections):
+        return sum(n for name, n in sizes.items() if name.startswith(sections))
+
+    assert executed_parameters(config) == (
+        total("prelude", "coda") + 3 * total("recurrent.", "injection")
+    )
+
+
+def test_flops_of_a_step_follow_its_recurrences_its_truncation_and_its_shortcut(tiny_config):
+    """Against models whose config says what the step did."""
+    looped = tiny_config(num_recurrences=4)
+    truncated = tiny_config(num_recurrences=4, num_backprop_recurrences=2)
+    for r in (1, 2, 3, 6):
+        same = tiny_config(num_recurrences=r)
+        assert train_flops_per_token(looped, 10, r) == train_flops_per_token(same, 10)
+        assert forward_flops_per_token(looped, 10, r) == forward_flops_per_token(same, 10)
+        same = tiny_config(num_recurrences=r, num_backprop_recurrences=min(r, 2))
+        assert train_flops_per_token(truncated, 10, r) == train_flops_per_token(same, 10)
+    elastic = tiny_config(num_recurrences=4, time_conditioning=True)
+    shorter = tiny_config(num_recurrences=2, time_conditioning=True, num_prelude_layers=0)
+    assert train_flops_per_token(elastic, 10, shortcut_recurrences=2) == (
+        train_flops_per_token(elastic, 10) + train_flops_per_token(shorter, 10)
+    )
 
 
 TINY = {  # executed by the paper's reference implementation: FLOPs per token at T = 24, parameters

@@ -1,10 +1,9 @@
 """How caches hold keys and values: which recurrence reads and writes which slot, their memory, what is refused.
 
-The referee is a naive loop in NumPy and float64 over lists of keys and values; it shares no code with the model.
+The referee is the naive loop of conftest.py.
 """
 
 import gc
-from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from hf_looped import accounting
-from hf_looped.modeling_looped import position_noise
 
 ROUNDING = {
     "rtol": 0,
@@ -34,134 +32,6 @@ ENTRIES = [
 each_entry = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["injection"])
 each_budget = pytest.mark.parametrize("m", [None, 1, 2])
 IMPLEMENTATIONS = [None, "static", "offloaded", "offloaded_static"]
-
-
-class NaiveLoop:
-    """A looped model for one row: `keys` and `values` hold for each slot a list with [G, C] for every cached token."""
-
-    def __init__(self, model):
-        self.config = model.config
-        self.weights = {n: p.detach().double().numpy() for n, p in model.named_parameters()}
-        self.keys, self.values = defaultdict(list), defaultdict(list)
-        self.seen = 0
-
-    def call(self, ids, r):
-        """Logits [T, V] of one call with r recurrences on the new tokens [T]."""
-        config, weights = self.config, self.weights
-        m = r if config.num_cached_recurrences is None else min(config.num_cached_recurrences, r)
-        outer = config.num_prelude_layers + config.num_coda_layers
-        x = self.norm("model.embed_norm", weights["model.embed_tokens.weight"][ids])
-        for i in range(config.num_prelude_layers):
-            x = self.block(f"model.prelude.{i}", x, slot=i)
-        carried = self.start(x)
-        for t in range(r):
-            u = self.read(carried, x, t)
-            for i in range(config.num_recurrent_layers):
-                slot = outer + t % m * config.num_recurrent_layers + i
-                u = self.block(f"model.recurrent.{i}", u, slot, keep=t >= r - m)
-            carried = self.write(carried, self.norm("model.recurrent_norm", u), t)
-        h = sum(carried)
-        for i in range(config.num_coda_layers):
-            h = self.block(f"model.coda.{i}", h, slot=config.num_prelude_layers + i)
-        self.seen += len(ids)
-        raw = self.norm("model.norm", h) @ weights["lm_head.weight"].T
-        return 15 * np.tanh(raw / 15)
-
-    def start(self, e):
-        """Lanes of the state, one of them without hyperconnections."""
-        if self.config.initial_state == "zeros":
-            return [np.zeros_like(e)]
-        if self.config.initial_state == "normal":
-            positions = self.seen + torch.arange(len(e))[None]
-            noise = position_noise(positions, e.shape[1], self.config.state_seed)
-            return [noise[0].double().numpy()]
-        lanes = self.config.num_lanes if self.config.injection == "hyperconnections" else 1
-        return [e] * lanes
-
-    def read(self, lanes, e, t):
-        if self.config.injection == "linear":
-            matrix = self.weights["model.injection.proj.weight"]
-            return np.concatenate((e, lanes[0]), axis=1) @ matrix.T
-        if self.config.injection == "hyperconnections":
-            alpha = self.weights["model.injection.alpha"][t]
-            return sum(a * lane for a, lane in zip(alpha, lanes, strict=True))
-        return lanes[0] + e if self.config.injection == "additive" else lanes[0]
-
-    def write(self, lanes, output, t):
-        if self.config.injection != "hyperconnections":
-            return [output]
-        mixing = self.weights["model.injection.mixing"][t]
-        beta = self.weights["model.injection.beta"][t]
-        count = range(len(lanes))
-        return [sum(mixing[j, k] * lanes[k] for k in count) + beta[j] * output for j in count]
-
-    def norm(self, name, x):
-        return self.rms(x) * self.weights[f"{name}.weight"]
-
-    def rms(self, x):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.config.rms_norm_eps)
-
-    def turn(self, x, position):
-        """Rotate [heads, C] as complex numbers, whose imaginary parts are the second half of the channels."""
-        half = x.shape[1] // 2
-        angles = position * 10000.0 ** (-np.arange(half) / half)
-        z = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * angles)
-        return self.rms(np.concatenate((z.real, z.imag), axis=1))
-
-    def block(self, name, x, slot, keep=True):
-        """A block on [T, D]: each token sees the slot's past and the tokens of this call up to itself."""
-        config, weights = self.config, self.weights
-        y = self.norm(f"{name}.input_layernorm", x)
-        query, key, value = (
-            (y @ weights[f"{name}.self_attn.{p}_proj.weight"].T).reshape(
-                len(x), -1, config.head_dim
-            )
-            for p in "qkv"
-        )
-        keys, values = list(self.keys[slot]), list(self.values[slot])
-        group = config.num_attention_heads // config.num_key_value_heads
-        attended = []
-        for i in range(len(x)):
-            keys.append(self.turn(key[i], self.seen + i))
-            values.append(value[i])
-            heads = []
-            for head, q in enumerate(self.turn(query[i], self.seen + i)):
-                scores = np.array([k[head // group] @ q for k in keys]) / config.head_dim**0.5
-                shares = np.exp(scores - scores.max())
-                past = np.stack([v[head // group] for v in values])
-                heads.append(shares @ past / shares.sum())
-            attended.append(np.concatenate(heads))
-        if keep:
-            self.keys[slot], self.values[slot] = keys, values
-        x = x + np.stack(attended) @ weights[f"{name}.self_attn.o_proj.weight"].T
-        y = (
-            self.norm(f"{name}.post_attention_layernorm", x)
-            @ weights[f"{name}.mlp.up_proj.weight"].T
-        )
-        return x + np.maximum(y, 0) ** 2 @ weights[f"{name}.mlp.down_proj.weight"].T
-
-
-def naive_logits(model, rows, lengths, r=None):
-    """Logits [B, T, V] of rows fed in calls of these lengths, and each row's loop with its cache."""
-    loops, logits = [NaiveLoop(model) for _ in rows], []
-    for loop, row in zip(loops, rows.tolist(), strict=True):
-        ends = np.cumsum(lengths)
-        parts = [row[end - length : end] for end, length in zip(ends, lengths, strict=True)]
-        r_of_call = model.config.num_recurrences if r is None else r
-        logits.append(np.concatenate([loop.call(part, r_of_call) for part in parts]))
-    return torch.tensor(np.stack(logits), dtype=torch.float), loops
-
-
-def naive_greedy(model, calls, steps, r):
-    """Greedy tokens and their logits [steps, V] after a prompt that is fed in the given calls, lists of tokens."""
-    loop, tokens, logits = NaiveLoop(model), [], []
-    for call in calls:
-        last = loop.call(call, r)[-1]
-    for _ in range(steps):
-        logits.append(last)
-        tokens.append(int(last.argmax()))
-        last = loop.call(tokens[-1:], r)[-1]
-    return tokens, torch.tensor(np.stack(logits), dtype=torch.float)
 
 
 def cached_logits(model, ids, lengths, cache, **kwargs):
@@ -183,12 +53,12 @@ def new_cache(config, implementation):
 @each_budget
 @pytest.mark.parametrize("r", [1, 5])
 @each_entry
-def test_logits_and_slots_are_those_of_the_naive_loop(tiny_model, tokens, entry, r, m):
+def test_logits_and_slots_are_those_of_the_naive_loop(naive, tiny_model, tokens, entry, r, m):
     """Prefill in two chunks, then single tokens; a larger r than the config's 3 appends slots up to the budget."""
     model = tiny_model(**entry, num_cached_recurrences=m, num_key_value_heads=2)
     cache, lengths = DynamicCache(), [4, 3, 1, 1]
     actual = cached_logits(model, tokens(length=9), lengths, cache, num_recurrences=r)
-    expected, loops = naive_logits(model, tokens(length=9), lengths, r)
+    expected, loops = naive.logits(model, tokens(length=9), lengths, r)
     torch.testing.assert_close(actual, expected, **ROUNDING)
     assert len(cache.layers) == len(loops[0].keys) == 2 + min(m or r, r) * 2
     for slot, layer in enumerate(cache.layers):
@@ -200,12 +70,12 @@ def test_logits_and_slots_are_those_of_the_naive_loop(tiny_model, tokens, entry,
 @each_budget
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_every_cache_made_from_the_config_gives_the_logits_of_the_naive_loop(
-    tiny_model, tokens, inert_streams, implementation, m
+    naive, tiny_model, tokens, inert_streams, implementation, m
 ):
     model = tiny_model(num_cached_recurrences=m)
     cache, lengths = new_cache(model.config, implementation), [5, 2, 1, 1, 1]
     actual = cached_logits(model, tokens(length=10), lengths, cache)
-    expected, _ = naive_logits(model, tokens(length=10), lengths)
+    expected, _ = naive.logits(model, tokens(length=10), lengths)
     torch.testing.assert_close(actual, expected, **ROUNDING)
 
 
@@ -234,11 +104,11 @@ def test_a_budget_of_all_recurrences_is_the_full_cache_bit_for_bit(
 @pytest.mark.parametrize("implementation", [None, "static"])
 @pytest.mark.parametrize("r", [3, 6])
 def test_a_cache_with_a_budget_takes_calls_with_more_recurrences(
-    tiny_model, tokens, implementation, r
+    naive, tiny_model, tokens, implementation, r
 ):
     """r = 6 needs no more slots than the cache of the config's r = 3 has, and can follow it."""
     model = tiny_model(num_cached_recurrences=2)
-    cache, loop = new_cache(model.config, implementation), NaiveLoop(model)
+    cache, loop = new_cache(model.config, implementation), naive.Loop(model)
     ids = tokens(rows=1)
     for part, recurrences in zip(ids.split([5, 4, 3], dim=1), (r, 4, r), strict=True):
         actual = cached_logits(model, part, [part.shape[1]], cache, num_recurrences=recurrences)
@@ -249,7 +119,7 @@ def test_a_cache_with_a_budget_takes_calls_with_more_recurrences(
 @pytest.mark.parametrize("implementation", ["offloaded", "offloaded_static"])
 @pytest.mark.parametrize("m", [None, 1, 2])
 def test_offloaded_keys_are_back_on_their_device_when_they_are_read(
-    tiny_model, tokens, inert_streams, monkeypatch, implementation, m
+    naive, tiny_model, tokens, inert_streams, monkeypatch, implementation, m
 ):
     """Float64 plays the host's memory: keys and values left there would not fit the queries' float32."""
 
@@ -261,7 +131,7 @@ def test_offloaded_keys_are_back_on_their_device_when_they_are_read(
         return move
 
     model = tiny_model(num_cached_recurrences=m)
-    expected, _ = naive_logits(model, tokens(), [6, 4, 1, 1])
+    expected, _ = naive.logits(model, tokens(), [6, 4, 1, 1])
     for kind in (DynamicLayer, StaticLayer):
         monkeypatch.setattr(kind, "offload", moved_to(torch.float64))
         monkeypatch.setattr(kind, "prefetch", moved_to(torch.float32))
@@ -273,12 +143,12 @@ def test_offloaded_keys_are_back_on_their_device_when_they_are_read(
 
 
 @pytest.mark.parametrize("m", [None, 1, 2])
-def test_a_cache_in_eight_bits_gives_nearly_the_logits_of_a_full_one(tiny_model, tokens, m):
+def test_a_cache_in_eight_bits_gives_nearly_the_logits_of_a_full_one(naive, tiny_model, tokens, m):
     """Its three bits of mantissa round each value by up to 6 %: 10 % of the logits' size, alike for every budget."""
     model = tiny_model(num_cached_recurrences=m)
     cache = QuantizedCache(backend="fp8", config=model.config)
     actual = cached_logits(model, tokens(), [6, 3, 1, 1, 1], cache)
-    expected, _ = naive_logits(model, tokens(), [6, 3, 1, 1, 1])
+    expected, _ = naive.logits(model, tokens(), [6, 3, 1, 1, 1])
     assert (actual - expected).norm() < 0.1 * expected.norm()
     lengths = [layer.get_seq_length() for layer in cache.layers]
     used = 2 + (m or 3) * 2
@@ -319,7 +189,7 @@ def generated(model, batch, mask, **kwargs):
     [(None, None), ("static", None), *((implementation, 3) for implementation in IMPLEMENTATIONS)],
 )
 def test_left_padded_rows_generate_as_the_naive_loop_does_without_padding(
-    tiny_model, tokens, inert_streams, implementation, chunk, m
+    naive, tiny_model, tokens, inert_streams, implementation, chunk, m
 ):
     """The prefill in chunks of three begins with one that is nothing but padding for the shorter row."""
     model = tiny_model(
@@ -337,7 +207,7 @@ def test_left_padded_rows_generate_as_the_naive_loop_does_without_padding(
             row[max(a - padding, 0) : max(b - padding, 0)]
             for a, b in zip(edges, edges[1:], strict=False)
         ]
-        expected, scores = naive_greedy(model, [call for call in calls if call], 4, r=3)
+        expected, scores = naive.greedy(model, [call for call in calls if call], 4, r=3)
         assert found[i] == expected
         torch.testing.assert_close(logits[i], scores, **ROUNDING)
 
@@ -345,11 +215,11 @@ def test_left_padded_rows_generate_as_the_naive_loop_does_without_padding(
 @each_budget
 @each_entry
 def test_generate_makes_a_cache_for_more_recurrences_than_the_config_s(
-    tiny_model, tokens, entry, m
+    naive, tiny_model, tokens, entry, m
 ):
     model = tiny_model(**entry, num_cached_recurrences=m)
     ids = tokens(rows=1, length=5)
-    expected, scores = naive_greedy(model, [ids[0].tolist()], 4, r=5)
+    expected, scores = naive.greedy(model, [ids[0].tolist()], 4, r=5)
     for implementation in (None, "static"):
         found, logits = generated(
             model,
@@ -372,12 +242,12 @@ def few_objects_to_collect():
 
 @pytest.mark.parametrize("m", [None, 1, 2])
 def test_the_paged_cache_gives_the_tokens_of_the_naive_loop(
-    tiny_model, tokens, few_objects_to_collect, m
+    naive, tiny_model, tokens, few_objects_to_collect, m
 ):
     """A batch holds at most four tokens, so that the prompt of nine comes in calls of four, four and one."""
     model = tiny_model(num_cached_recurrences=m, num_attention_heads=4, num_key_value_heads=2)
     prompt = tokens(rows=1, length=9)[0].tolist()
-    expected, _ = naive_greedy(model, [prompt[:4], prompt[4:8], prompt[8:]], 6, r=3)
+    expected, _ = naive.greedy(model, [prompt[:4], prompt[4:8], prompt[8:]], 6, r=3)
     results = model.generate_batch(
         [prompt],
         GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0),
@@ -475,11 +345,11 @@ def test_a_cache_filled_with_fewer_recurrences_is_refused(tiny_model, tokens, im
 
 @pytest.mark.parametrize("implementation", [None, "static"])
 def test_recurrences_may_become_fewer_on_one_cache_but_not_more_again(
-    tiny_model, tokens, implementation
+    naive, tiny_model, tokens, implementation
 ):
     """Fewer read full slots and leave the others behind; the calls with fewer are those of the naive loop."""
     model = tiny_model()
-    cache, loop = new_cache(model.config, implementation), NaiveLoop(model)
+    cache, loop = new_cache(model.config, implementation), naive.Loop(model)
     ids = tokens(rows=1, length=8)
     for part, r in ((ids[:, :5], 3), (ids[:, 5:7], 2)):
         actual = cached_logits(model, part, [part.shape[1]], cache, num_recurrences=r)

@@ -15,7 +15,7 @@ pytestmark = [
         "`torch.jit.script_method` is deprecated",
     )
 ]
-INJECTIONS = ["linear", "additive", "passthrough", "hyperconnections"]
+INJECTIONS = ["linear", "additive", "passthrough", "diagonal", "hyperconnections"]
 each_injection = pytest.mark.parametrize("injection", INJECTIONS)
 SMALL = {"num_recurrent_layers": 1, "num_coda_layers": 0, "num_recurrences": 2}
 ROUNDING = {"rtol": 0, "atol": 1e-4}  # float32 logits up to 15, fused into other orders of sums

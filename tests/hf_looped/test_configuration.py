@@ -144,7 +144,7 @@ def test_tables_keep_their_length_when_a_checkpoint_is_loaded_with_fewer_recurre
         ),
         (
             {"injection": "hyperconnections", "num_backprop_recurrences": 2},
-            "num_backprop_recurrences is 2: .* would never train; use None, or another injection",
+            "num_backprop_recurrences is 2: .* would never train; use None, or a model without them",
         ),
         (
             {"injection": "passthrough", "num_backprop_recurrences": 2},

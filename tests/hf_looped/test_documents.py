@@ -14,7 +14,7 @@ from training.record import architecture_of
 from training.sampler import rows_of_step
 
 T = 32
-INJECTIONS = ["linear", "additive", "passthrough", "hyperconnections"]
+INJECTIONS = ["linear", "additive", "passthrough", "diagonal", "hyperconnections"]
 each_injection = pytest.mark.parametrize("injection", INJECTIONS)
 each_attention = pytest.mark.parametrize("attention", ["eager", "sdpa"])
 

@@ -32,7 +32,7 @@ from hf_looped import LoopedConfig, LoopedForCausalLM, LoopedModel, hub
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT.parent / "shared" / "reference"
-INJECTIONS = ["linear", "additive", "passthrough", "hyperconnections"]
+INJECTIONS = ["linear", "additive", "passthrough", "diagonal", "hyperconnections"]
 each_injection = pytest.mark.parametrize("injection", INJECTIONS)
 CODE = {"configuration_looped.py", "modeling_looped.py"}
 ROUNDING = {"rtol": 0, "atol": 1e-4}  # float32 logits up to 15 after some ten layers

@@ -11,7 +11,7 @@ from hf_looped import LoopedForCausalLM, LoopedModel
 from hf_looped.accounting import parameters
 from hf_looped.modeling_looped import LoopedLMHead
 
-INJECTIONS = ["linear", "additive", "passthrough", "hyperconnections"]
+INJECTIONS = ["linear", "additive", "passthrough", "diagonal", "hyperconnections"]
 each_injection = pytest.mark.parametrize("injection", INJECTIONS)
 each_tying = pytest.mark.parametrize("tied", [False, True])
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCac
 from hf_looped import LoopedConfig, LoopedForCausalLM, LoopedModel
 from hf_looped.modeling_looped import LoopedMLP, position_noise
 
-INJECTIONS = ["linear", "additive", "passthrough", "hyperconnections"]
+INJECTIONS = ["linear", "additive", "passthrough", "diagonal", "hyperconnections"]
 ENTRIES = [  # every injection with every initial state that the config allows
     *((i, s) for i in ("linear", "additive") for s in ("prelude", "zeros", "normal")),
     ("passthrough", "prelude"),
