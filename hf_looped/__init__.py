@@ -7,6 +7,7 @@ checkpoints.
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from .adaptive_depth import AdaptiveDepth
 from .configuration_looped import LoopedConfig
 from .modeling_looped import LoopedForCausalLM, LoopedModel, LoopedPreTrainedModel
 
@@ -14,4 +15,10 @@ AutoConfig.register(LoopedConfig.model_type, LoopedConfig, exist_ok=True)
 AutoModel.register(LoopedConfig, LoopedModel, exist_ok=True)
 AutoModelForCausalLM.register(LoopedConfig, LoopedForCausalLM, exist_ok=True)
 
-__all__ = ["LoopedConfig", "LoopedForCausalLM", "LoopedModel", "LoopedPreTrainedModel"]
+__all__ = [
+    "AdaptiveDepth",
+    "LoopedConfig",
+    "LoopedForCausalLM",
+    "LoopedModel",
+    "LoopedPreTrainedModel",
+]

@@ -134,8 +134,12 @@ class ActiveTokens:
         position_ids: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         seen: int,
+        length: int,
     ) -> dict:
-        """Attention mask, positions and rotations of the active tokens alone, `seen` tokens being cached."""
+        """Attention mask, positions and rotations of the active tokens alone.
+
+        seen: cached tokens; length: S, with the room that a cache of fixed length leaves.
+        """
         if self._rows is None:
             return {
                 "attention_mask": mask,
@@ -151,7 +155,7 @@ class ActiveTokens:
             mask = mask.expand(rows, -1, -1, -1)[self._rows[:, None], :, self._columns]
             mask = mask.transpose(1, 2)  # [R, 1, A, S]
         elif tokens > 1:
-            keys = torch.arange(seen + tokens, device=cos.device)
+            keys = torch.arange(length, device=cos.device)
             mask = (keys <= seen + self._columns[..., None])[:, None]
         return {
             "attention_mask": mask,

@@ -882,7 +882,9 @@ class LoopedModel(LoopedPreTrainedModel):
         e, states: [B, T, D]; counts, padding: [B, T].
         """
         masks = {name: kwargs.pop(name) for name in ("attention_mask", "position_ids")}
-        masks |= {"mask": masks.pop("attention_mask"), "seen": seen}
+        room = cache.layers[0].get_max_length() if cache is not None and cache.layers else -1
+        length = room if room >= 0 else seen + e.shape[1]
+        masks |= {"mask": masks.pop("attention_mask"), "seen": seen, "length": length}
         masks["position_embeddings"] = kwargs.pop("position_embeddings")
         active = ActiveTokens(e.shape[:2], e.device)
         carried = self.injection.start(self._initial_state(e, masks["position_ids"]))
