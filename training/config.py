@@ -98,7 +98,10 @@ class ModelConfig:
 
     vocab_size: entries of embedding and LM head; None: the tokenizer's, rounded up to a multiple of 64.
     backprop_recurrences: "all", "half" (⌈r/2⌉, the paper's truncated BPTT), or a number. scale_residual: every residual
-    branch times 1/√(2L) for L executed layers (HyperP, arXiv:2603.28743, section 3.3; the paper: no).
+    branch times 1/√(2L) for L executed layers (HyperP, arXiv:2603.28743, section 3.3; the paper: no). adapter_rank,
+    time_conditioning, shortcut_weight, exit_gate, exit_entropy_weight: as in `LoopedConfig`. sample_recurrences: draw
+    the recurrences of every step, Poisson-log-normal with mean `recurrences` and σ `sampling_sigma` (`trajectories`).
+    What varies the loop has no meaning for r = 1, which is trained without.
     """
 
     hidden_size: int = 640
@@ -116,9 +119,17 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     rope_theta: float = 10_000.0
     scale_residual: bool = False
+    adapter_rank: int | None = None
+    time_conditioning: bool = False
+    shortcut_weight: float = 0.1
+    exit_gate: bool = False
+    exit_entropy_weight: float = 0.1
+    sample_recurrences: bool = False
+    sampling_sigma: float = 0.5
 
     def __post_init__(self) -> None:
         value = self.backprop_recurrences
+        self._check_sampling()
         if not 0 < self.rope_theta < math.inf:
             raise ValueError(
                 f"model.rope_theta is {self.rope_theta}: it must be positive and finite."
@@ -148,6 +159,11 @@ class ModelConfig:
                 state_init="auto" if r == 1 else self.state_init,
                 num_backprop_recurrences=self.num_backprop_recurrences,
                 tie_word_embeddings=self.tie_word_embeddings,
+                adapter_rank=self.adapter_rank,
+                time_conditioning=self.time_conditioning,
+                shortcut_weight=self.shortcut_weight,
+                exit_gate=self.exit_gate,
+                exit_entropy_weight=self.exit_entropy_weight,
                 residual_multiplier=(2 * self.effective_depth) ** -0.5
                 if self.scale_residual
                 else 1.0,
@@ -157,6 +173,30 @@ class ModelConfig:
             )
         except StrictDataclassError as error:
             raise ValueError(f"model: {error.__cause__ or error}") from error
+
+    def _check_sampling(self) -> None:
+        """Refuse drawn recurrences with what needs a fixed number of them."""
+        if not 0 < self.sampling_sigma <= 1:
+            raise ValueError(
+                f"model.sampling_sigma is {self.sampling_sigma}: it must lie in (0, 1]; 0.5 is the published one."
+            )
+        fixed = {
+            "injection: hyperconnections": self.injection == "hyperconnections",
+            "adapter_rank": self.adapter_rank is not None,
+            "exit_gate": self.exit_gate,
+            "time_conditioning": self.time_conditioning,
+        }
+        for name, given in fixed.items():
+            if self.sample_recurrences and given:
+                raise ValueError(
+                    f"model.sample_recurrences draws r anew at every step, but model.{name} needs a fixed number. Use "
+                    "one of them."
+                )
+
+    @property
+    def samples(self) -> bool:
+        """Whether steps draw their recurrences: not those of an unlooped model."""
+        return self.sample_recurrences and self.recurrences > 1
 
     @property
     def num_backprop_recurrences(self) -> int | None:
@@ -208,7 +248,7 @@ class TransferConfig:
     """HyperP: where the base rates were tuned and how they move (paper, section 4.1).
 
     The reference horizon is `tokens_per_parameter` tokens for each executed non-embedding parameter of the model of
-    width `reference_width` of the same kind (with `reference_recurrences`, if looped). depth_exponent: of L/L_ref, the
+    width `reference_width` of the same kind (if looped: with `reference_recurrences`, where its layers allow). depth_exponent: of L/L_ref, the
     executed layers, in the rate of MuonH's matrices; 0 as in the paper, HyperP's rule is −0.5 (arXiv:2603.28743).
     """
 
@@ -300,16 +340,6 @@ class TrainingConfig:
             )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed is {self.seed}: it must be from 0 to 2**32 - 1.")
-        looped = self.model.recurrences > 1
-        if (
-            looped
-            and self.init_from is None
-            and self.model.shared_depth % self.transfer.reference_recurrences
-        ):
-            raise ValueError(
-                f"transfer.reference_recurrences is {self.transfer.reference_recurrences}: it must divide "
-                f"model.shared_depth = {self.model.shared_depth}, since the reference model has the same depth."
-            )
         if self.steps is not None:
             _at_least("steps", self.steps, 1)
         for name in ("log_every", "checkpoint_every", "checkpoints_kept", "evaluation_rows"):

@@ -8,6 +8,9 @@ are given here with the paper's values:
     embedding, LM head    base · (B/B_ref)^0.558 · (d/d_ref)^−0.5
     norms, scalars        base · (d/d_ref)^−0.5
 
+An exit gate is a head that reads the state, time modulation the gain of a norm; the diagonal injection and adapters are
+scalars.
+
 The depth rule is HyperP's own (exponent −0.5, with residual branches times 1/√(2L): `model.scale_residual`).
 """
 
@@ -159,9 +162,9 @@ def parameter_groups(
 def _role(name: str, parameter: nn.Parameter) -> str:
     if name.endswith("embed_tokens.weight"):
         return "embedding"
-    if name.endswith("lm_head.weight"):
+    if name.endswith("lm_head.weight") or ".exit_gate." in name:
         return "lm_head"
-    if name.endswith("norm.weight"):
+    if name.endswith("norm.weight") or ".time_modulation." in name:
         return "norm"
     if name.endswith("_proj.weight") or name.endswith("injection.proj.weight"):
         if min(parameter.shape) > 1:
@@ -172,7 +175,7 @@ def _role(name: str, parameter: nn.Parameter) -> str:
             stacklevel=3,
         )
         return "scalar"
-    if ".injection." in name:
+    if ".injection." in name or ".adapter_" in name:
         return "scalar"
     raise ValueError(
         f"{name}, shape {tuple(parameter.shape)}: no learning-rate role is known for this parameter."

@@ -19,7 +19,14 @@ FIXED = (
     "num_lanes",
     "state_init",
     "tie_word_embeddings",
+    "adapter_rank",
+    "time_conditioning",
+    "shortcut_weight",
+    "exit_gate",
+    "exit_entropy_weight",
 )
+# Fields that a run of the checkpoint may choose.
+FREE = ("recurrences", "backprop_recurrences", "sample_recurrences", "sampling_sigma")
 
 
 def initial_model(
@@ -72,7 +79,7 @@ def model_fields(init_from: str, given: dict[str, Any]) -> dict[str, Any]:
     free: dict[str, Any] = {
         "recurrences": r,
         "backprop_recurrences": "all" if k is None else str(k),
-    } | {name: given[name] for name in ("recurrences", "backprop_recurrences") if name in given}
+    } | {name: given[name] for name in FREE if name in given}
     shared = int(free["recurrences"]) * config.num_recurrent_layers
     fixed = {name: getattr(config, name) for name in FIXED} | {
         "shared_depth": shared,

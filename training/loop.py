@@ -45,6 +45,7 @@ from .sampler import rows_of_step
 from .samples import write_samples
 from .tokenizer import load_tokenizer
 from .trackers import Trackers, check_tracker
+from .trajectories import Trajectory, trajectory
 
 MICRO_BATCH_TOKENS = 16_384
 # Fields that change no number of a run: they may differ when it is started again.
@@ -291,15 +292,15 @@ class _Run:
         parts = [
             rows[start : start + self.micro_rows] for start in range(0, share, self.micro_rows)
         ]
+        drawn = trajectory(config, self.architecture, step)
         self.model.train()
         self.optimizer.zero_grad()
         total = torch.zeros((), device=accelerator.device)
         for index, part in enumerate(parts):
             last = index + 1 == len(parts)
             with accumulating(self.model, accelerator, last):
-                loss, states = self._forward(
-                    self.model, self.packed.train[part], output_recurrent_states=watch and last
-                )
+                rows_read = self.packed.train[part]
+                loss, states = self._forward(self.model, rows_read, drawn, watch and last)
                 accelerator.backward(loss / len(parts))
             total += loss.detach() / len(parts)
         mean = accelerator.reduce(total, reduction="mean").item()
@@ -309,9 +310,16 @@ class _Run:
         return mean, gradients, state_norms(states) if watch else {}
 
     def _forward(
-        self, model: torch.nn.Module, rows: NDArray[np.int32], output_recurrent_states: bool = False
+        self,
+        model: torch.nn.Module,
+        rows: NDArray[np.int32],
+        drawn: Trajectory | None = None,
+        output_recurrent_states: bool = False,
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Mean cross entropy of the next token over packed rows [B, T + 1], nats per token, and wanted states."""
+        """Mean loss over packed rows [B, T + 1], nats per token, and wanted states.
+
+        In eval mode the loss is the cross entropy of the next token; in training that of the model's objective.
+        """
         tokens = torch.as_tensor(rows, dtype=torch.long, device=self.accelerator.device)
         inputs, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
         positions = None
@@ -326,6 +334,7 @@ class _Run:
                 use_cache=False,
                 skip_logits=True,
                 output_recurrent_states=output_recurrent_states,
+                **(drawn.arguments() if drawn else {}),
             )
         assert output.loss is not None
         return output.loss, output.recurrent_states or ()

@@ -18,7 +18,6 @@ from hf_looped.accounting import (
     forward_flops_per_token,
     kv_bytes_per_token,
     parameters,
-    train_flops_per_token,
     weight_bytes,
 )
 
@@ -26,6 +25,7 @@ from .config import TrainingConfig
 from .files import write_text
 from .initial import architecture_to_train
 from .tokenizer import load_tokenizer
+from .trajectories import expected_flops_per_token, flops_as_run
 
 SCHEMA_VERSION = 1
 # Fields that all runs of one law share; the rest are its axes, its variants, or matters of the machine.
@@ -81,7 +81,7 @@ def plan_steps(config: TrainingConfig, architecture: LoopedConfig) -> int:
     if config.steps is not None:
         return config.steps
     assert config.budget_flops is not None
-    flops = train_flops_per_token(architecture, config.data.sequence_length)
+    flops = expected_flops_per_token(config, architecture)
     return max(1, round(config.budget_flops / (flops * config.batch_tokens)))
 
 
@@ -90,7 +90,7 @@ def describe(config: TrainingConfig, architecture: LoopedConfig) -> dict[str, An
     count = parameters(architecture)
     steps = plan_steps(config, architecture)
     tokens = steps * config.batch_tokens
-    train_flops = train_flops_per_token(architecture, config.data.sequence_length)
+    train_flops = expected_flops_per_token(config, architecture)
     return {
         "schema_version": SCHEMA_VERSION,
         "run_id": config.name,
@@ -109,12 +109,16 @@ def describe(config: TrainingConfig, architecture: LoopedConfig) -> dict[str, An
         "injection": architecture.injection,
         "init_from": config.init_from,
         "backprop_recurrences": architecture.backprop_recurrences,
+        "sample_recurrences": config.model.samples,
+        "adapter_rank": architecture.adapter_rank,
+        "time_conditioning": architecture.time_conditioning,
+        "exit_gate": architecture.exit_gate,
         "budget_flops": float(config.budget_flops or train_flops * tokens),
         "train_flops_per_token": train_flops,
         "forward_flops_per_token": forward_flops_per_token(
             architecture, config.data.sequence_length
         ),
-        "total_flops": train_flops * tokens,
+        "total_flops": flops_as_run(config, architecture, steps),
         "n_once": count.once,
         "n_rec": count.rec,
         "n_injection": count.injection,

@@ -152,7 +152,11 @@ def _refuse_unlike(baseline: RunTable, variant: RunTable) -> None:
                 f"{table.source}: no run has recurrences > 1, so that it says nothing of a loop. "
                 "Add looped runs."
             )
-    measured = {"vocab_size": "vocabularies", "val_fingerprint": "validation sets"}
+    measured = {
+        "vocab_size": "different vocabularies",
+        "val_fingerprint": "different validation sets",
+        "corpus_fingerprint": "models trained on different corpora",
+    }
     for name, what in measured.items():
         if name == "val_fingerprint" and baseline.loss != "val_loss":
             continue
@@ -160,8 +164,8 @@ def _refuse_unlike(baseline: RunTable, variant: RunTable) -> None:
         if here and there and here != there:
             raise ValueError(
                 f"{both}: {name} is {' and '.join(sorted(here))} in one and "
-                f"{' and '.join(sorted(there))} in the other: losses per token of different {what} "
-                "cannot be compared. Evaluate both on one set, with one tokenizer."
+                f"{' and '.join(sorted(there))} in the other: losses per token of {what} cannot be "
+                "compared. Train both on one corpus, and evaluate on one set with one tokenizer."
             )
 
 

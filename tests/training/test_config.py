@@ -165,7 +165,6 @@ def test_bad_input_is_refused_with_field_value_and_remedy(overrides, message):
         ("optimizer.betas=[0.9]", r"optimizer\.betas"),
         ("transfer.reference_batch_tokens=0", r"transfer\.reference_batch_tokens"),
         ("transfer.reference_width=0", r"transfer\.reference_width"),
-        ("transfer.reference_recurrences=3", r"transfer\.reference_recurrences"),
         ("seed=5000000000", r"seed is 5000000000: .* 2\*\*32 - 1"),
         ("transfer.tokens_per_parameter=nan", r"transfer\.tokens_per_parameter is nan"),
         ("transfer.width_exponent=nan", r"transfer\.width_exponent is nan"),
