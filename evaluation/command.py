@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .names import tasks_named
-from .prepare import prepare, read_sources
+from .prepare import prepare, read_sources, refuse_edited_rows
 from .suite import PREFIX, TASKS
 
 
@@ -106,6 +106,10 @@ def _evaluate(options: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be at least 1.")
     data, tasks = Path(options.data), tasks_named(options.tasks)
     _refuse_missing_rows(data, tasks)
+    if options.out and not Path(options.out).parent.is_dir():
+        raise ValueError(
+            f"--out is {options.out}, but there is no folder {Path(options.out).parent}."
+        )
     from .sweep import score_model, score_runs  # torch and lm-eval take seconds to import
 
     if options.runs:
@@ -127,3 +131,5 @@ def _refuse_missing_rows(data: Path, tasks: Sequence[str]) -> None:
             f"{data}: {strange[0]}.jsonl was not written by `python -m evaluation prepare`, so that its rows are "
             f"unchecked. Run `python -m evaluation prepare --out {data} --from {data} --partial`."
         )
+    for name in tasks:
+        refuse_edited_rows(data, name)

@@ -5,7 +5,9 @@ float32 whatever the dtype, `num_recurrences`, one pass over a context that seve
 every distinct request once.
 """
 
+import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +15,9 @@ from accelerate import PartialState
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from safetensors import SafetensorError
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 import hf_looped  # noqa: F401  # registers the architecture
 
@@ -64,6 +67,8 @@ class LoopedLM(HFLM):
     continuation (default: the config's); longer contexts are cut from the left. add_bos_token: BOS
     in front of every prompt. Raises ValueError for a checkpoint without tokenizer, a tokenizer without BOS and EOS, a
     model that isn't causal.
+
+    weights: fingerprint of what was loaded, a folder's files or the Hub's commit; None for a model made in memory.
     """
 
     def __init__(
@@ -99,16 +104,25 @@ class LoopedLM(HFLM):
             add_bos_token=add_bos_token,
         )
         self.revision = revision
+        folder = Path(model.config.name_or_path or "")
+        saved = bool(model.config.name_or_path) and folder.is_dir()
+        self.weights: str | None = (
+            folder_sha256(folder) if saved else getattr(model.config, "_commit_hash", None)
+        )
         self.num_recurrences = _recurrences(model, num_recurrences)
         self._rank, self._world_size = self._state.process_index, self._state.num_processes
         _refuse_no_bos(self.tokenizer, str(name), add_bos_token)
         vocab_size = int(model.config.get_text_config().vocab_size)
-        if not is_causal(self._logits, vocab_size, where):
+        if not is_causal(self._logits, vocab_size, where, length=max(2, min(12, self.max_length))):
             raise ValueError(
                 f"{name}: later tokens change the logits of earlier ones, so that a continuation's loss would "
                 "know its answer. Only causal models can be scored."
             )
-        self._trees = takes_trees(self._logits, vocab_size, where)
+        self._trees = (
+            self.max_length > 12
+            and not _has_windows(model.config.get_text_config())
+            and takes_trees(self._logits, vocab_size, where)
+        )
 
     @property
     def key(self) -> str:
@@ -199,8 +213,8 @@ class LoopedLM(HFLM):
         room = self.max_length - (len(continuation) - 1)
         if room < 1:
             raise ValueError(
-                f"A continuation of {len(continuation)} tokens does not fit into max_length = {self.max_length}. "
-                "Raise max_length, or leave the row out."
+                f"a continuation of {len(continuation)} tokens, {self.tokenizer.decode(continuation[:12])!r}…, does "
+                f"not fit into max_length = {self.max_length}. Raise it (--max-length), or leave the row out."
             )
         return Request(context=tuple(context[-room:]), continuation=tuple(continuation))
 
@@ -214,8 +228,34 @@ class LoopedLM(HFLM):
             dtype = self.model.dtype
             seen = torch.zeros((), dtype=dtype, device=mask.device)
             inputs["attention_mask"] = torch.where(mask, seen, torch.finfo(dtype).min)
-        output: torch.Tensor = self.model(**inputs, use_cache=False).logits
+        try:
+            output: torch.Tensor = self.model(**inputs, use_cache=False).logits
+        except IndexError as error:
+            length = inputs["input_ids"].shape[1]
+            raise ValueError(
+                f"{self.model.config.name_or_path}: {length} tokens are too many for this model ({error}). Lower "
+                "max_length (--max-length) to the positions that it has."
+            ) from error
         return output
+
+
+def folder_sha256(folder: Path) -> str:
+    """Fingerprint of a checkpoint's files: weights, config and tokenizer."""
+    total = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".safetensors", ".bin", ".json", ".model", ".py"):
+            with path.open("rb") as file:
+                total.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()
+
+
+def _has_windows(config: PreTrainedConfig) -> bool:
+    """Whether some layers see only the nearest tokens, so that they need their own masks."""
+    layers = getattr(config, "layer_types", None) or []
+    names = ("sliding_window", "attention_chunk_size", "window_size", "attention_types")
+    return any(getattr(config, name, None) for name in names) or any(
+        kind != "full_attention" for kind in layers
+    )
 
 
 def _joint(context: str, answer: str) -> tuple[str, str]:
@@ -231,7 +271,7 @@ def _model(
         found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             name, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         why = " ".join(str(error).split())
         raise ValueError(
             f"{name}: no causal LM could be loaded ({why}). Give a folder written by save_pretrained, or a Hub id."
@@ -248,7 +288,7 @@ def _tokenizer(name: str, revision: str, trust_remote_code: bool) -> Any:
         why = " ".join(str(error).split())
         raise ValueError(
             f"{name}: no tokenizer could be loaded ({why}). Save it beside the model with "
-            "tokenizer.save_pretrained, or name another with tokenizer=…"
+            "tokenizer.save_pretrained (from Python, tokenizer=… takes another)."
         ) from error
 
 
@@ -256,7 +296,7 @@ def _refuse_no_bos(tokenizer: Any, name: str, wanted: bool) -> None:
     if wanted and tokenizer.bos_token_id is None:
         raise ValueError(
             f"{name}: the tokenizer has no BOS token, but the suite's prompts begin with one. Set "
-            "tokenizer.bos_token, or add_bos_token=False for a model that was trained without."
+            "tokenizer.bos_token, or --no-bos (add_bos_token=False) for a model that was trained without."
         )
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise ValueError(

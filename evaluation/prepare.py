@@ -4,12 +4,13 @@ From the Hub, from a folder of `<task>.jsonl` (the CORE bundle's files have thes
 `sources.json` beside them records where rows are from, their licence, number and fingerprint.
 """
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .files import write_text
+from .files import read_tables, write_text
 from .rows import read_rows
 from .sources import rows_from_hub
 from .suite import TASKS, TaskInfo
@@ -42,6 +43,7 @@ def prepare(
             "rows": len(rows),
             "partial": len(rows) < TASKS[name].rows,
             "sha256": fingerprint(rows),
+            "file_sha256": _file_sha256(out / f"{name}.jsonl"),
         }
         write_text(out / SOURCES, json.dumps(known, indent=1, ensure_ascii=False) + "\n")
     return {name: known[name] for name in tasks}
@@ -52,8 +54,22 @@ def read_sources(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / SOURCES
     if not path.is_file():
         return {}
-    found: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    return read_tables(path, "Prepare the folder again.")
+
+
+def refuse_edited_rows(folder: Path, name: str) -> None:
+    """Raise ValueError if a task's file is not the one that `prepare` wrote: results name its fingerprint."""
+    path, told = folder / f"{name}.jsonl", read_sources(folder).get(name, {})
+    if _file_sha256(path) != told.get("file_sha256"):
+        raise ValueError(
+            f"{path} is not as `prepare` wrote it, but results would bear the old rows' fingerprint. Run `python -m "
+            f"evaluation prepare --out {folder} --from {folder} --partial --tasks {name}` to take these rows."
+        )
+
+
+def _file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _rows(task: TaskInfo, source: Path | None) -> tuple[list[dict[str, Any]], str]:

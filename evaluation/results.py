@@ -9,33 +9,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .files import write_text
-from .suite import AXES, PREFIX
+from .files import read_object, write_text
+from .suite import AXES, PREFIX, TASKS
 
 Results = dict[str, Any]
 
-SAME = ("version", "data_sha256", "limit", "mc_rule", "max_length", "dtype")  # else scored again
+# What a result depends on beside model and recurrences: else it is scored again.
+SAME = ("version", "data_sha256", "limit", "mc_rule", "weights", "asked")
+ALIKE = ("limit", "weights", "asked")  # what the tasks of an axis must have in common
 
 
 def read_results(path: Path) -> Results:
     """Read a file of results, empty if there is none. Raises ValueError when it is damaged."""
     if not path.is_file():
         return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not JSON ({error}). Remove it to score again.") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: holds a {type(found).__name__}, not an object. Remove it.")
+    remedy = "Remove it to score again."
+    found = read_object(path, remedy)
+    models = found.get("evaluations", {})
+    for key, tasks in models.items() if isinstance(models, dict) else [("evaluations", models)]:
+        for name, one in tasks.items() if isinstance(tasks, dict) else [("", tasks)]:
+            if not isinstance(one, dict) or not isinstance(one.get("loss"), int | float):
+                raise ValueError(
+                    f"{path}: {' '.join((key, name)).strip()} is {str(one)[:60]}, not a result. {remedy}"
+                )
     return found
 
 
 def scored(results: Results, key: str, task: str, settings: Mapping[str, Any]) -> bool:
     """Whether a task was scored for this model with these settings."""
     known = results.get("evaluations", {}).get(key, {}).get(task)
-    return known is not None and all(
-        known.get(name) == settings[name] for name in SAME if name in settings
-    )
+    return known is not None and all(known.get(name) == settings[name] for name in SAME)
 
 
 def with_result(results: Results, key: str, task: str, result: Results) -> Results:
@@ -46,9 +49,10 @@ def with_result(results: Results, key: str, task: str, result: Results) -> Resul
 
 
 def with_losses(results: Results, key: str, *, incomplete: bool = False) -> Results:
-    """Set the flat losses to those of one model; an axis that lacks a task has none unless `incomplete`."""
+    """Set the suite's flat losses to those of one model; an axis that lacks a task has none unless `incomplete`."""
     own = results.get("evaluations", {}).get(key, {})
-    kept = {name: value for name, value in results.items() if not name.startswith("loss/")}
+    suite = {f"loss/{name}" for name in (*TASKS, *AXES)}
+    kept = {name: value for name, value in results.items() if name not in suite}
     losses = {f"loss/{task}": result["loss"] for task, result in own.items()}
     for axis, tasks in AXES.items():
         mean = axis_loss(own, tasks, incomplete=incomplete)
@@ -60,11 +64,19 @@ def with_losses(results: Results, key: str, *, incomplete: bool = False) -> Resu
 def axis_loss(
     results: Mapping[str, Mapping[str, Any]], tasks: Sequence[str], *, incomplete: bool
 ) -> float | None:
-    """Mean of an axis' task losses, nats per token; None where one is missing, or all are."""
-    found = [float(results[task]["loss"]) for task in tasks if task in results]
-    if not found or (len(found) < len(tasks) and not incomplete):
+    """Mean of an axis' task losses, nats per token.
+
+    None where one is missing, unless `incomplete`, where all are, or where they were not scored alike.
+    """
+    found = [results[task] for task in tasks if task in results]
+    if not found or (len(found) < len(tasks) and not incomplete) or not _alike(found):
         return None
-    return sum(found) / len(found)
+    return sum(float(one["loss"]) for one in found) / len(found)
+
+
+def _alike(results: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether results are of the same weights and settings."""
+    return all(one.get(name) == results[0].get(name) for one in results for name in ALIKE)
 
 
 def write_results(path: Path, results: Results) -> None:
@@ -86,4 +98,6 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
         mean = axis_loss(results, tasks, incomplete=False)
         if mean is not None:
             lines.append(f"  {axis:32} {mean:.4f} nats per token (mean of {len(tasks)} tasks)")
+        elif set(tasks) <= set(results):
+            lines.append(f"  {axis:32} no mean: its tasks were scored with different settings")
     return "\n".join(lines)

@@ -48,7 +48,8 @@ def read_rows(path: Path, task: TaskInfo, folder: Path | None = None) -> list[Ro
             f"--tasks looped_{task.name}` (--from DIR takes rows you have)."
         )
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
+    for number, raw in enumerate(path.read_bytes().split(b"\n"), start=1):
+        line = _decoded(raw, number, path)
         if line.strip():
             place = f"{path}, line {number}"
             try:
@@ -57,6 +58,15 @@ def read_rows(path: Path, task: TaskInfo, folder: Path | None = None) -> list[Ro
                 raise ValueError(f"{place}: not JSON ({error}). One JSON object a line.") from error
             rows.append(checked(row, task, place))
     return rows
+
+
+def _decoded(raw: bytes, number: int, path: Path) -> str:
+    try:
+        return raw.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}, line {number}: not UTF-8 ({error}). Save the file as UTF-8."
+        ) from error
 
 
 def checked(row: Any, task: TaskInfo, place: str) -> Row:
@@ -68,6 +78,10 @@ def checked(row: Any, task: TaskInfo, place: str) -> Row:
         raise ValueError(f"{place}: {type(row).__name__}, not an object. One JSON object a line.")
     if not task.choices:
         context = _text(row, "context", place).rstrip()
+        if not context and task.shots:
+            raise ValueError(
+                f"{place}: context is empty, so that the blank line after the shots would be scored. Leave the row out."
+            )
         return {"context": context, "continuation": _answer(row, "continuation", place)}
     choices = row.get("choices")
     if not isinstance(choices, list) or len(choices) < 2:
@@ -90,6 +104,12 @@ def _text(row: Row, name: str, place: str) -> str:
     if not isinstance(value, str):
         found = "is missing" if name not in row else f"is {value!r}"
         raise ValueError(f"{place}: {name} {found}, but must be a text. Prepare the file again.")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{place}: {name} holds half of a surrogate pair ({error}). Mend the text, or leave the row out."
+        ) from error
     return value
 
 

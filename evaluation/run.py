@@ -49,13 +49,21 @@ def settings_of(name: str, data: Path, limit: int | None, mc_rule: str | None) -
 def run_task(lm: LoopedLM, task: LoopedTask, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """Score a model on a task; None on all processes but the first."""
     name = task.info.name
-    found = evaluate(
-        lm,
-        {"tasks": {PREFIX + name: task}, "groups": {}, "group_map": {}},
-        limit=settings["limit"],
-        log_samples=False,
-        bootstrap_iters=1,
-    )
+    asked = min(settings["limit"] or len(task.eval_docs), len(task.eval_docs))
+    if asked < lm.world_size:
+        raise ValueError(
+            f"{PREFIX}{name}: {asked} documents for {lm.world_size} processes. Start fewer, or raise --limit."
+        )
+    try:
+        found = evaluate(
+            lm,
+            {"tasks": {PREFIX + name: task}, "groups": {}, "group_map": {}},
+            limit=settings["limit"],
+            log_samples=False,
+            bootstrap_iters=1,
+        )
+    except ValueError as error:
+        raise ValueError(f"{PREFIX}{name}: {error}") from error
     if found is None:
         return None
     numbers = {
@@ -92,6 +100,7 @@ def model_settings(lm: LoopedLM) -> dict[str, Any]:
         "max_length": lm.max_length,
         "num_recurrences": lm.num_recurrences,
         "revision": lm.revision,
+        "weights": lm.weights,
         "bos": lm.add_bos_token,
         "processes": lm.world_size,
         "lm_eval": lm_eval.__version__,

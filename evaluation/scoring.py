@@ -87,16 +87,21 @@ def takes_trees(logits: Logits, vocab_size: int, device: torch.device) -> bool:
     return bool((together - losses(False)).abs().max() < 1e-4)
 
 
-def is_causal(logits: Logits, vocab_size: int, device: torch.device) -> bool:
-    """Whether other tokens at the end leave the logits before them as they were."""
+def is_causal(logits: Logits, vocab_size: int, device: torch.device, length: int = 12) -> bool:
+    """Whether other tokens at the end of `length` ones leave the logits before them as they were.
+
+    Raises ValueError for logits that are not finite.
+    """
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocab_size, (1, 12), generator=generator)
-    changed = ids.clone()
-    changed[0, 8:] = (ids[0, 8:] + 1) % vocab_size
+    ids = torch.randint(vocab_size, (1, length), generator=generator)
+    changed, kept = ids.clone(), length * 2 // 3
+    changed[0, kept:] = (ids[0, kept:] + 1) % vocab_size
     first, second = (
-        logits(input_ids=one.to(device), logits_to_keep=torch.arange(8, device=device)).float()
+        logits(input_ids=one.to(device), logits_to_keep=torch.arange(kept, device=device)).float()
         for one in (ids, changed)
     )
+    if not (first.isfinite().all() and second.isfinite().all()):
+        raise ValueError("The logits of random tokens are not finite: are the weights damaged?")
     return bool((first - second).abs().max() < 1e-3)
 
 

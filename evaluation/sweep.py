@@ -15,7 +15,7 @@ from typing import Any
 from accelerate import PartialState
 from filelock import FileLock
 
-from .lm import LoopedLM, processes
+from .lm import LoopedLM, folder_sha256, processes
 from .results import (
     Results,
     read_results,
@@ -36,14 +36,12 @@ class _Suite:
     settings: Mapping[str, Mapping[str, Any]]
     load: Callable[[str], LoopedTask]
 
-    def missing(self, results: Results, key: str, options: argparse.Namespace) -> list[str]:
+    def missing(self, results: Results, key: str, weights: str | None) -> list[str]:
         """Tasks without a result for this model and these settings."""
-        asked = {"max_length": options.max_length} if options.max_length else {}
-        asked |= {"dtype": options.dtype} if options.dtype != "auto" else {}
         return [
             name
             for name, settings in self.settings.items()
-            if not scored(results, key, name, {**settings, **asked})
+            if not scored(results, key, name, {**settings, "weights": weights})
         ]
 
 
@@ -82,17 +80,25 @@ def score_runs(root: Path, tasks: Sequence[str], data: Path, options: argparse.N
             trained = record.get("recurrences")
             r = options.num_recurrences or trained
             runs.append(_Run(folder=folder, key=f"checkpoint, r = {r}", own=r == trained))
-    missing = [suite.missing(read_results(run.file), run.key, options) for run in runs]
+    missing = [
+        suite.missing(read_results(run.file), run.key, folder_sha256(run.folder / "checkpoint"))
+        for run in runs
+    ]
     state.wait_for_everyone()  # before a process writes what another one reads
     todo = [(run, names) for run, names in zip(runs, missing, strict=True) if names]
     _say(
         state,
         f"{len(runs) - len(todo)} of {len(runs)} finished runs were scored before, {len(todo)} to do",
     )
+    failed = 0
     for number, (run, names) in enumerate(todo, start=1):
         _say(state, f"[{number}/{len(todo)}] {run.folder.name}: {len(names)} tasks")
-        lm = _model(str(run.folder / "checkpoint"), options)
-        _score(lm, names, suite, run.file, run.key, options, flat=run.own)
+        try:  # the other runs are still to be scored; every process fails alike
+            lm = _model(str(run.folder / "checkpoint"), options)
+            _score(lm, names, suite, run.file, run.key, options, flat=run.own)
+        except ValueError as error:
+            failed += 1
+            _say(state, f"failed: {error}")
     if state.is_main_process:
         for run in runs:
             if run.own:
@@ -100,8 +106,10 @@ def score_runs(root: Path, tasks: Sequence[str], data: Path, options: argparse.N
         with FileLock(root / ".runs.csv.lock"):
             write_table(collect_runs(root), root / "runs.csv")
         _say(state, f"losses are in {root / 'runs.csv'}")
+        if failed:
+            _say(state, f"{failed} of {len(todo)} runs could not be scored (see above)")
     state.wait_for_everyone()
-    return 0
+    return 1 if failed else 0
 
 
 def score_model(tasks: Sequence[str], data: Path, options: argparse.Namespace) -> int:
@@ -109,7 +117,7 @@ def score_model(tasks: Sequence[str], data: Path, options: argparse.Namespace) -
     state, suite = processes(), _suite(tasks, data, options)
     out = Path(options.out) if options.out else None
     lm = _model(options.model, options)
-    missing = suite.missing(read_results(out) if out else {}, lm.key, options)
+    missing = suite.missing(read_results(out) if out else {}, lm.key, lm.weights)
     state.wait_for_everyone()
     _say(state, lm.key)
     _score(lm, missing, suite, out, lm.key, options, flat=True)
@@ -117,8 +125,16 @@ def score_model(tasks: Sequence[str], data: Path, options: argparse.Namespace) -
 
 
 def _suite(tasks: Sequence[str], data: Path, options: argparse.Namespace) -> _Suite:
+    asked = {
+        "max_length": options.max_length,
+        "dtype": options.dtype,
+        "bos": not options.no_bos,
+    }
     return _Suite(
-        settings={name: settings_of(name, data, options.limit, options.mc_rule) for name in tasks},
+        settings={
+            name: settings_of(name, data, options.limit, options.mc_rule) | {"asked": asked}
+            for name in tasks
+        },
         load=cache(lambda name: load_task(name, data, options.mc_rule)),
     )
 
@@ -163,12 +179,16 @@ def _score(
         if result is None:
             continue
         results = with_result(results, key, name, result)
-        if flat:
-            results = with_losses(results, key, incomplete=options.incomplete)
         if out:
-            write_results(out, results)
+            write_results(out, _flat(results, key, options) if flat else results)
+    if flat and out and lm.rank == 0:  # also where all was scored before
+        write_results(out, _flat(results, key, options))
     if lm.rank == 0:
         print(table(results["evaluations"][key]), flush=True)
+
+
+def _flat(results: Results, key: str, options: argparse.Namespace) -> Results:
+    return with_losses(results, key, incomplete=options.incomplete)
 
 
 def _say(state: PartialState, text: str) -> None:

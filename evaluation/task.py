@@ -97,14 +97,19 @@ class LoopedTask(ConfigurableTask):
         right = means.index(min(means)) == gold if self.info.choices else bool(results[0][1])
         answer = f" {doc['choices'][gold]}" if self.info.choices else doc["target"]
         part = (losses[gold], counts[gold])
+        told = {}  # models of lm-eval don't say whether they cut a prompt
+        if hasattr(results[gold], "losses"):
+            told = {
+                "truncated": float(any(one.truncated for one in results)),
+                "merged": float(results[gold].merged),
+            }
         return {
             "nll_per_token": part,
             "nll_per_token_stderr": part,
             "acc": float(right),
             "bits_per_byte": (scored[gold][0], len(answer.encode())),
             "tokens": counts[gold],
-            "truncated": float(any(getattr(one, "truncated", False) for one in results)),
-            "merged": float(getattr(results[gold], "merged", False)),
+            **told,
         }
 
     def rule(self, result: Any) -> str:

@@ -248,8 +248,9 @@ class TransferConfig:
     """HyperP: where the base rates were tuned and how they move (paper, section 4.1).
 
     The reference horizon is `tokens_per_parameter` tokens for each executed non-embedding parameter of the model of
-    width `reference_width` of the same kind (if looped: with `reference_recurrences`, where its layers allow). depth_exponent: of L/L_ref, the
-    executed layers, in the rate of MuonH's matrices; 0 as in the paper, HyperP's rule is −0.5 (arXiv:2603.28743).
+    width `reference_width` of the same kind (if looped: with `reference_recurrences`, where its layers allow).
+    depth_exponent: of L/L_ref, the executed layers, in the rate of MuonH's matrices; 0 as in the paper, −0.5 in
+    HyperP (arXiv:2603.28743).
     """
 
     reference_width: int = 640

@@ -38,6 +38,8 @@ class NllPerToken(evaluate.Metric):
         )
 
     def _compute(self, predictions: list[float], references: list[int]) -> dict[str, Any]:
+        if not references:
+            raise ValueError("references is empty: a loss needs at least one document.")
         if min(references) < 1:
             raise ValueError(
                 f"references: a document has {min(references)} tokens, but each must have at least one. Leave it out."
