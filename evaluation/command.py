@@ -1,4 +1,4 @@
-"""`python -m evaluation`: score checkpoints, and `prepare` their tasks' rows."""
+"""`python -m evaluation`: score checkpoints, `prepare` their tasks' rows, measure losses against `depth`."""
 
 import argparse
 import sys
@@ -16,6 +16,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["prepare"]:
             return _prepare(_prepare_parser().parse_args(words[1:]))
+        if words[:1] == ["depth"]:
+            return _depth(_depth_parser().parse_args(words[1:]))
         return _evaluate(_parser().parse_args(words))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -25,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m evaluation",
-        description="Losses of checkpoints on the suite's tasks. `python -m evaluation prepare` writes their data.",
+        description="Losses of checkpoints on the suite's tasks. `python -m evaluation prepare` writes their data, "
+        "`python -m evaluation depth` measures validation losses against recurrences.",
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--runs", metavar="DIR", help="run directories: scores what isn't yet")
@@ -82,6 +85,41 @@ def _prepare_parser() -> argparse.ArgumentParser:
         "--partial", action="store_true", help="accept fewer rows than the suite has"
     )
     return parser
+
+
+def _depth_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m evaluation depth",
+        description="Validation losses of finished runs at other recurrences, for `python -m scaling depth`.",
+    )
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN_DIR", help="folder of a finished run")
+    add("--recurrences", required=True, metavar="R,R,…", help="at inference, e.g. 1,2,4,8")
+    add("--out", required=True, metavar="TABLE", help=".csv, .jsonl or .parquet; goes on with it")
+    add("--data", metavar="DIR", help="packed rows (default: `data` beside the run)")
+    add("--rows", type=int, metavar="N", help="first N validation rows (default: all)")
+    add("--batch-size", type=int, default=16, metavar="ROWS")
+    return parser
+
+
+def _depth(options: argparse.Namespace) -> int:
+    for name in ("rows", "batch_size"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be at least 1.")
+    from .depth import depth_table, recurrences_named  # torch takes seconds to import
+
+    table = depth_table(
+        [Path(run) for run in options.runs],
+        recurrences_named(options.recurrences),
+        Path(options.out),
+        data=Path(options.data) if options.data else None,
+        max_rows=options.rows,
+        batch_size=options.batch_size,
+    )
+    print(table.drop(columns="weights").to_string(index=False))
+    print(f"wrote {options.out}; python -m scaling depth {options.out} fits it")
+    return 0
 
 
 def _prepare(options: argparse.Namespace) -> int:

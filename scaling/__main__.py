@@ -72,18 +72,19 @@ def _parser() -> argparse.ArgumentParser:
     add_design_arguments(design)
     design.set_defaults(run=run_design)
 
-    saturation = add(
-        "saturation", parents=[printed], help="fit L∞ + Z·exp(−z·T/μ) to losses at test recurrences"
+    depth = add(
+        "depth", parents=[printed], help="fit L∞ + Z·exp(−z·T/μ) to losses at test recurrences"
     )
-    saturation.add_argument(
+    depth.add_argument(
         "table", metavar="TABLE", help="one row per (run_id, test_recurrences): .csv, .jsonl, …"
     )
-    _losses(saturation)
-    saturation.add_argument(
+    _losses(depth, default="loss")
+    depth.add_argument(
         "--mu", default="recurrences", metavar="COLUMN", help="mean recurrences in training"
     )
-    _delta(saturation)
-    saturation.set_defaults(run=commands.saturation)
+    depth.add_argument("--plot", metavar="OUT", help="draw points and curves (.png or .svg)")
+    _delta(depth)
+    depth.set_defaults(run=commands.depth)
 
     check = add("check", parents=[table], help="say which fits the table is ready for")
     check.set_defaults(run=commands.check)
@@ -109,9 +110,9 @@ def _table() -> argparse.ArgumentParser:
     return table
 
 
-def _losses(parser: argparse.ArgumentParser) -> None:
+def _losses(parser: argparse.ArgumentParser, default: str = "val_loss") -> None:
     parser.add_argument(
-        "--loss", default="val_loss", metavar="COLUMN", help="column to fit (default: val_loss)"
+        "--loss", default=default, metavar="COLUMN", help=f"column to fit (default: {default})"
     )
     parser.add_argument(
         "--loss-unit",

@@ -120,12 +120,20 @@ def compare_tables(options: argparse.Namespace) -> int:
     return _told(options, [render_compare(found)], compare_json(found))
 
 
-def saturation(options: argparse.Namespace) -> int:
-    """Fit the saturating test-time law and print it."""
+def depth(options: argparse.Namespace) -> int:
+    """Fit the saturating law of test-time recurrences, print it and draw it."""
+    if options.plot and Path(options.plot).suffix not in (".png", ".svg"):
+        raise ValueError(f"--plot is {options.plot}: give a .png or .svg file.")
     frame = prepare(read_raw(Path(options.table)), loss_unit=options.loss_unit)
     found = fit_saturation(frame, loss=options.loss, mu=options.mu, delta=options.delta)
     value = plain(found)
     value.pop("points")
+    if options.plot:
+        from .reports.depth_plot import depth_figure  # only here: matplotlib is slow to import
+        from .reports.plots import save
+
+        save(depth_figure(found), options.plot)
+        print(f"wrote {options.plot}")
     return _told(options, [render_saturation(found) + "\n"], value)
 
 

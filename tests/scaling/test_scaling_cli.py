@@ -198,16 +198,26 @@ def test_saturation_recovers_a_known_curve(tmp_path):
     T = np.array([1, 2, 4, 8, 12])
     rows = [
         {"run_id": f"run{k}", "recurrences": 4, "test_recurrences": t,
-         "val_loss": 2.5 + 0.1 * k + 1.2 * np.exp(-2.0 * t / 4)}
+         "loss": 2.5 + 0.1 * k + 1.2 * np.exp(-2.0 * t / 4)}
         for k in range(3) for t in T
     ]  # fmt: skip
     pd.DataFrame(rows).to_csv(tmp_path / "points.csv", index=False)
     done = run(
-        "-m", "scaling", "saturation", tmp_path / "points.csv", "--json", tmp_path / "s.json"
+        "-m",
+        "scaling",
+        "depth",
+        tmp_path / "points.csv",
+        "--json",
+        tmp_path / "s.json",
+        "--plot",
+        tmp_path / "s.svg",
     )
     assert done.returncode == 0 and done.stderr == "", done.stderr
     value = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
     assert (value["Z"], value["z"]) == pytest.approx((1.2, 2.0), rel=1e-5)
+    assert "<svg" in (tmp_path / "s.svg").read_text(encoding="utf-8")
+    done = run("-m", "scaling", "depth", tmp_path / "points.csv", "--plot", tmp_path / "s.gif")
+    assert done.returncode == 2 and "give a .png or .svg file" in done.stderr
 
 
 def test_design_says_what_a_grid_costs(tmp_path):
