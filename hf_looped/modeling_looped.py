@@ -56,6 +56,7 @@ from .cpu_ops import (
     linear,
     prefers_blocks,
 )
+from .objectives import exit_log_probabilities, exit_loss, squared_distance
 
 Predict = Callable[[torch.Tensor], torch.Tensor]
 MatrixFactory = Callable[[int, int], nn.Module]  # of input and output size
@@ -496,18 +497,6 @@ class ExitGate(nn.Linear):
         return super().forward(state).squeeze(-1).float()
 
 
-def exit_log_probabilities(gates: torch.Tensor) -> torch.Tensor:
-    """Log of the probability to stop after each of r recurrences, [B, T, r], given the gates' logits, [B, T, r].
-
-    p(t) = λ(t)·Π_{s<t} (1 − λ(s)), λ = σ(gate); the last takes what is left, whatever its gate says
-    (Ouro, arXiv:2510.25741).
-    """
-    stay = nn.functional.logsigmoid(-gates[..., :-1]).cumsum(dim=-1)  # log Π (1 − λ)
-    before = nn.functional.pad(stay, (1, 0))
-    stop = nn.functional.pad(nn.functional.logsigmoid(gates[..., :-1]), (0, 1))
-    return before + stop
-
-
 def position_noise(position_ids: torch.Tensor, size: int, seed: int) -> torch.Tensor:
     """N(0, 1) noise that is a function of seed, position and channel alone, [B, T] → [B, T, size], float32.
 
@@ -772,7 +761,9 @@ class LoopedModel(LoopedPreTrainedModel):
             states = self._recur(e, r, cache, every, **kwargs)
         else:
             self._check_adaptive(adaptive_depth, predict, output_recurrent_states, cache)
-            padding = attention_mask[:, -e.shape[1] :] == 0 if _is_2d(attention_mask) else None
+            padding = None
+            if _is_2d(attention_mask):  # which may reach further than the new tokens
+                padding = attention_mask[:, int(seen) : int(seen) + e.shape[1]] == 0
             state, used = self._recur_adaptively(
                 e, r, cache, adaptive_depth, predict, padding, seen, **kwargs
             )
@@ -1243,22 +1234,17 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         outputs: LoopedModelOutput,
         labels: torch.Tensor | None,
         logits_to_keep: int | torch.Tensor,
+        shift_labels: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Σ_t p(t)·L(t) − β·H(p), nats per scored token, and the logits of the last recurrence, [B, T, V]."""
-        targets = _targets(labels, kwargs.get("shift_labels"))
+        """Loss over all exits, nats per scored token, and the logits of the last recurrence, [B, T, V]."""
+        targets = _targets(labels, shift_labels)
         log_p = slice_logits_to_keep(outputs.exit_log_probabilities, logits_to_keep)
-        scored = targets != IGNORED
-        total = log_p.new_zeros(())
-        for t, hidden_states in enumerate(outputs.exit_hidden_states):
-            logits = self._logits(slice_logits_to_keep(hidden_states, logits_to_keep))
-            losses = nn.functional.cross_entropy(
-                logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="none"
-            ).view(targets.shape)
-            p = log_p[..., t].exp()
-            entropy = self.config.exit_entropy_weight * p * log_p[..., t]  # −β·H of this exit
-            total = total + (p * losses + entropy)[scored].sum()
+        states = (slice_logits_to_keep(s, logits_to_keep) for s in outputs.exit_hidden_states)
+        total, logits = exit_loss(
+            map(self._logits, states), log_p, targets, self.config.exit_entropy_weight
+        )
         return total / _items(num_items_in_batch, targets, total), logits
 
     def _shortcut_loss(
@@ -1266,14 +1252,15 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         short: torch.Tensor,
         full: torch.Tensor,
         labels: torch.Tensor | None,
+        shift_labels: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        """Loss after fewer recurrences, and its distance from the states after all, which it does not move."""
-        targets = _targets(labels, kwargs.get("shift_labels"))
-        loss = self._chunked_loss(short, labels, kwargs.get("shift_labels"), num_items_in_batch)
-        squares = (short.float() - full.detach().float()).square().mean(dim=-1)[targets != IGNORED]
-        return loss + squares.sum() / _items(num_items_in_batch, targets, squares)
+        """Loss after fewer recurrences, and what the LM head reads then against what it reads after all."""
+        targets = _targets(labels, shift_labels)
+        loss = self._chunked_loss(short, labels, shift_labels, num_items_in_batch)
+        distance = squared_distance(short, full, targets)
+        return loss + distance / _items(num_items_in_batch, targets, distance)
 
     def _can_skip_logits(self, ignore_index: int = IGNORED, **kwargs) -> bool:
         """Whether head and loss are those of `_chunked_loss`, without adapter, tensor parallelism or another loss."""

@@ -7,7 +7,7 @@ import torch
 
 from hf_looped import LoopedConfig, LoopedForCausalLM
 from hf_looped.adapters import AdaptedLinear
-from hf_looped.modeling_looped import exit_log_probabilities
+from hf_looped.objectives import exit_log_probabilities
 
 ROUNDING = {
     "rtol": 0,

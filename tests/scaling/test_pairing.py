@@ -134,11 +134,12 @@ def test_same_runs_in_another_order_and_under_other_names_are_identical(grids):
         (lambda v: v.drop(columns="budget_flops"), "budget_flops is missing"),
         (lambda v: v.assign(vocab_size=50257), "vocab_size is 32064 in one and 50257"),
         (lambda v: v.assign(val_fingerprint="b"), "val_fingerprint is a in one and b in the other"),
+        (lambda v: v.assign(corpus_fingerprint="d"), "trained on different corpora cannot be"),
     ],
 )
 def test_tables_that_cannot_be_compared_are_refused_with_the_reason(grids, change, says):
     baseline, variant = grids
-    baseline = baseline.assign(vocab_size=32064, val_fingerprint="a")
+    baseline = baseline.assign(vocab_size=32064, val_fingerprint="a", corpus_fingerprint="c")
     with pytest.raises(ValueError, match=says):
         pair(baseline, change(variant))
 
