@@ -21,6 +21,7 @@ OUTSIDE = {("evaluation", "tasks/harness.py")}  # lm-eval loads it by path, outs
 DRAW = {"matplotlib", "plotly"}
 MAY_DRAW = {
     ("scaling", "reports/plots.py"),
+    ("scaling", "reports/depth_plot.py"),
     ("scaling", "reports/html.py"),
     ("training", "tune_plot.py"),
 }

@@ -462,9 +462,12 @@ OPTIONS = {
     "num_lanes": 3,
     "logit_softcap": 15.0,
 }
-REFERENCE_INJECTIONS = dict(
-    zip(["inject_init_prelude", "additive", "passthrough", "hyperconnect"], INJECTIONS, strict=True)
-)
+REFERENCE_INJECTIONS = {
+    "inject_init_prelude": "linear",
+    "additive": "additive",
+    "passthrough": "passthrough",
+    "hyperconnect": "hyperconnections",
+}
 
 
 def reference_weights(options, dtype=torch.float32):

@@ -411,8 +411,8 @@ def test_every_architecture_reads_the_same_rows(recipe, monkeypatch):
             patch.setattr(
                 loop._Run,
                 "_forward",
-                lambda run, model, rows, name=name, **kwargs: (
-                    seen.setdefault(name, []).append(rows) or whole(run, model, rows, **kwargs)
+                lambda run, model, rows, *args, name=name: (
+                    seen.setdefault(name, []).append(rows) or whole(run, model, rows, *args)
                 ),
             )
             train(recipe(f"reads-{name}", "steps=2", *fields))
